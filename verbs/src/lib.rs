@@ -1,0 +1,1 @@
+//! Owning wrappers over libibverbs.
