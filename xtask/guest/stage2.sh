@@ -16,6 +16,20 @@ set -a
 . /run/vm/environment
 set +a
 
+# Shortly before the host's patience ends: what every program waits for, on the console, which the host then shows.
+last_words() {
+	local process arguments
+	sleep "$LAST_WORDS_AFTER"
+	echo "The time is nearly over. Programs, and what each of their threads waits for in the kernel:"
+	for process in /proc/[0-9]*; do
+		arguments=$(tr '\0' ' ' <"$process/cmdline")
+		[[ -n $arguments && $process != /proc/1 ]] || continue # kernel threads have no arguments
+		echo "${process#/proc/} $arguments"
+		grep -h -m 4 . "$process"/task/*/stack | sed 's/^/    /'
+	done
+} >/dev/ttyS0 2>/dev/null
+last_words &
+
 # The command writes to a pipe, not to the serial line itself: programs that see a terminal draw progress bars.
 exec 3> >(exec cat >/dev/ttyS1 4<&-)
 writer=$!

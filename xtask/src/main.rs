@@ -1,7 +1,12 @@
 //! `cargo xtask`: the project's commands. Each is a module; `cargo xtask help` lists them.
 
+mod artifacts;
+mod layering;
+mod libclang;
 mod process;
+mod report;
 mod setup;
+mod test;
 mod vm;
 
 use std::path::PathBuf;
@@ -27,6 +32,55 @@ enum Task {
     /// written to /run/vm, see --out). The exit status is the command's; 251: the guest hung or its kernel died, 252: the
     /// command was successful, but the guest's kernel reported a bug.
     Vm(VmArgs),
+    /// Install what the other commands need (on Debian, as root); they also do it by themselves
+    Setup,
+    /// Run everything that continuous integration runs: checks, tests on this host, tests in the test machine
+    Test {
+        /// Leave the test machine out
+        #[arg(long)]
+        host_only: bool,
+        /// Only run tests with this in their name, and leave out the checks of formatting, lints, documentation and layering
+        #[arg(long, value_name = "NAME")]
+        filter: Option<String>,
+        #[command(flatten)]
+        device: DeviceTestArgs<900>,
+    },
+    /// Run the tests in the test machine with RDMACM_SOAK=1, which makes some of them very long
+    Soak {
+        /// Only run tests with this in their name
+        #[arg(long, value_name = "NAME")]
+        filter: Option<String>,
+        #[command(flatten)]
+        device: DeviceTestArgs<7200>,
+    },
+    /// Check which module names which other, and where `unsafe` is (part of `test`)
+    Layering,
+}
+
+/// How tests run in the test machine.
+#[derive(Args, Debug)]
+struct DeviceTestArgs<const TIMEOUT: u64> {
+    /// Debian kernel series of the test machine
+    #[arg(long, value_enum, default_value_t)]
+    kernel: vm::Series,
+    /// End the test machine after this many seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = TIMEOUT)]
+    timeout: u64,
+    /// Tests of one binary that run at once in the test machine
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    threads: u32,
+}
+
+impl<const TIMEOUT: u64> DeviceTestArgs<TIMEOUT> {
+    fn options(self, host_only: bool, filter: Option<String>) -> test::Options {
+        test::Options {
+            host_only,
+            filter,
+            timeout: Duration::from_secs(self.timeout),
+            kernel: self.kernel,
+            threads: self.threads,
+        }
+    }
 }
 
 #[derive(Args, Debug)]
@@ -75,7 +129,18 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<u8> {
     match task {
+        Task::Setup => setup::run().map(|()| 0),
+        Task::Test {
+            host_only,
+            filter,
+            device,
+        } => test::run(&device.options(host_only, filter)).map(|()| 0),
+        Task::Soak { filter, device } => test::soak(&device.options(false, filter)).map(|()| 0),
+        Task::Layering => layering::check(&process::workspace_root()).map(|()| 0),
         Task::Vm(args) => {
+            let mut needs = vec![setup::Need::Machine];
+            needs.extend(args.siw.then_some(setup::Need::Siw));
+            setup::ensure(&needs)?;
             let machine = vm::Machine {
                 kernel: args.kernel,
                 timeout: Duration::from_secs(args.timeout),

@@ -3,9 +3,25 @@
 /// Texts that begin a report of a kernel bug. `WARNING: CPU` is the head of a WARN_ON; a bare `WARNING:` is also in messages
 /// that are only advice.
 const MARKS: &[&str] = &[
-    "BUG:", "kernel BUG at", "Oops:", "WARNING: CPU:", "WARNING: possible", "WARNING: suspicious", "KASAN:", "KFENCE:",
-    "UBSAN:", "general protection fault", "Kernel panic", "refcount_t:", "list_add corruption", "list_del corruption",
-    "blocked for more than", "detected stall", "self-detected stall", "soft lockup", "hard LOCKUP", "Call Trace:",
+    "BUG:",
+    "kernel BUG at",
+    "Oops:",
+    "WARNING: CPU:",
+    "WARNING: possible",
+    "WARNING: suspicious",
+    "KASAN:",
+    "KFENCE:",
+    "UBSAN:",
+    "general protection fault",
+    "Kernel panic",
+    "refcount_t:",
+    "list_add corruption",
+    "list_del corruption",
+    "blocked for more than",
+    "detected stall",
+    "self-detected stall",
+    "soft lockup",
+    "hard LOCKUP",
 ];
 
 /// Lines that are shown of each complaint: its head, the registers, the call trace.

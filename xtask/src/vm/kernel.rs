@@ -145,11 +145,8 @@ pub(crate) fn lock(cache: &Path, name: &str) -> Result<File> {
     fs::create_dir_all(cache).with_context(|| format!("cannot make {}", cache.display()))?;
     let path = cache.join(format!("{name}.lock"));
     let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
-    if file.try_lock().is_err() {
-        eprintln!("test machine: another process prepares it, waiting for {}", path.display());
-        file.lock()
-            .with_context(|| format!("cannot lock {}", path.display()))?;
-    }
+    file.lock()
+        .with_context(|| format!("cannot lock {}", path.display()))?;
     Ok(file)
 }
 
@@ -171,9 +168,14 @@ fn unpack(archive: &Path, folder: &Path) -> Result<()> {
         .stdout(Stdio::piped())
         .spawn()
         .context("cannot start `dpkg-deb`")?;
-    let tar_input = dpkg.stdout.take().expect("the output was asked to be a pipe");
+    let tar_input = dpkg
+        .stdout
+        .take()
+        .expect("the output was asked to be a pipe");
     let mut tar = Command::new("tar");
-    tar.args(["-x", "--wildcards", "-C"]).arg(folder).arg("./boot/vmlinuz-*");
+    tar.args(["-x", "--wildcards", "-C"])
+        .arg(folder)
+        .arg("./boot/vmlinuz-*");
     for part in [
         "modules.*",
         "kernel/arch/x86/crypto/*",
@@ -188,7 +190,11 @@ fn unpack(archive: &Path, folder: &Path) -> Result<()> {
         tar.arg(format!("./lib/modules/*/{part}"));
     }
     process::run(tar.stdin(tar_input))?;
-    ensure!(dpkg.wait()?.success(), "dpkg-deb cannot read {}", archive.display());
+    ensure!(
+        dpkg.wait()?.success(),
+        "dpkg-deb cannot read {}",
+        archive.display()
+    );
     Ok(())
 }
 
@@ -208,7 +214,9 @@ fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
     };
     let start = (setup_sectors + 1) * 512 + word(PAYLOAD_OFFSET)?;
     let end = start + word(PAYLOAD_LENGTH)?;
-    let payload = image.get(start..end).context("the payload is not inside of the file")?;
+    let payload = image
+        .get(start..end)
+        .context("the payload is not inside of the file")?;
     // The kernel's build appends the unpacked size to xz and zstd files (4 bytes); gzip has it in its own format.
     let (program, data) = if payload.starts_with(b"\xfd7zXZ\0") {
         ("xz", &payload[..payload.len() - 4])
@@ -220,7 +228,10 @@ fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
         bail!("the kernel is compressed in a way that is neither xz, zstd nor gzip");
     };
     let vmlinux = process::filter(Command::new(program).arg("-dc"), data)?;
-    ensure!(vmlinux.starts_with(b"\x7fELF"), "the payload is not an ELF file");
+    ensure!(
+        vmlinux.starts_with(b"\x7fELF"),
+        "the payload is not an ELF file"
+    );
     Ok(vmlinux)
 }
 
@@ -241,10 +252,16 @@ mod tests {
     fn the_kernel_is_unpacked_from_gzip_and_xz() {
         let kernel = b"\x7fELF and the rest";
         let packed = process::filter(Command::new("gzip").arg("-c"), kernel).expect("gzip runs");
-        assert_eq!(extract_vmlinux(&image(&packed)).expect("it is a kernel"), kernel);
+        assert_eq!(
+            extract_vmlinux(&image(&packed)).expect("it is a kernel"),
+            kernel
+        );
         let mut packed = process::filter(Command::new("xz").arg("-c"), kernel).expect("xz runs");
         packed.extend_from_slice(&(kernel.len() as u32).to_le_bytes());
-        assert_eq!(extract_vmlinux(&image(&packed)).expect("it is a kernel"), kernel);
+        assert_eq!(
+            extract_vmlinux(&image(&packed)).expect("it is a kernel"),
+            kernel
+        );
     }
 
     #[test]

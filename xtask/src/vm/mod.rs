@@ -12,9 +12,8 @@ mod qemu;
 mod siw;
 
 use std::fs::{self, File};
-use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdout, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -35,10 +34,25 @@ pub(crate) const STATUS_KERNEL_COMPLAINED: i32 = 252;
 
 const STAGE2: &str = include_str!("../../guest/stage2.sh");
 
+/// Lines of the console that are shown when there is no result.
+const CONSOLE_LINES: usize = 60;
+
+/// So long before its end a guest writes to its console what its programs are waiting for.
+const LAST_WORDS: Duration = Duration::from_secs(12);
+
 /// Variables of the host that the guest gets, if they are set; a name that ends in `*` stands for all that begin so.
 const PASSED_VARIABLES: &[&str] = &[
-    "PATH", "HOME", "TERM", "LANG", "CARGO_HOME", "RUSTUP_HOME", "RUST_LOG", "RUST_BACKTRACE", "RUST_TEST_*",
-    "PROPTEST_*", "RDMACM_*",
+    "PATH",
+    "HOME",
+    "TERM",
+    "LANG",
+    "CARGO_HOME",
+    "RUSTUP_HOME",
+    "RUST_LOG",
+    "RUST_BACKTRACE",
+    "RUST_TEST_*",
+    "PROPTEST_*",
+    "RDMACM_*",
 ];
 
 /// Set by Ctrl-C and by termination; the run then ends the guest and cleans up.
@@ -109,7 +123,10 @@ impl Machine {
     /// When the machine cannot be prepared or started, or the run was interrupted. A command that fails and a guest that dies
     /// are no errors, but a status in the [`Outcome`].
     pub(crate) fn run(&self, command: &[String]) -> Result<Outcome> {
-        ensure!(!command.is_empty(), "no command was given: cargo xtask vm -- COMMAND");
+        ensure!(
+            !command.is_empty(),
+            "no command was given: cargo xtask vm -- COMMAND"
+        );
         ensure!(
             cfg!(target_arch = "x86_64"),
             "the test machine is an x86-64 one, with the host's own programs in it: it needs an x86-64 host"
@@ -117,7 +134,11 @@ impl Machine {
         catch_interrupts()?;
         let cache = process::target_dir().join("vm");
         let kernel = Kernel::prepare(self.kernel, &cache)?;
-        let siw = if self.siw { Some(siw::prepare(&kernel, &cache)?) } else { None };
+        let siw = if self.siw {
+            Some(siw::prepare(&kernel, &cache)?)
+        } else {
+            None
+        };
         let initrd = initrd::prepare(&kernel, siw.as_deref(), &cache)?;
         let accelerator = if self.instruction_count {
             Accelerator::InstructionCount
@@ -149,10 +170,10 @@ impl Machine {
         let console = String::from_utf8_lossy(&read("console")).into_owned();
         let log = String::from_utf8_lossy(&read("dmesg")).into_owned() + &console;
         let mut status = String::from_utf8_lossy(&read("status")).trim().parse().ok();
-        if status.is_none() {
-            explain(end, self.timeout, &console);
-        }
         let complaints = complaints::find(&log);
+        if status.is_none() {
+            explain(end, self.timeout, &console, complaints.is_empty());
+        }
         if !complaints.is_empty() {
             eprintln!("test machine: the guest's kernel reported a bug:");
             for line in complaints.iter().take(100) {
@@ -187,6 +208,11 @@ impl Machine {
         let library = process::workspace_root().join("xtask/guest");
         set("RDMACM_TEST_MACHINE", "1");
         set("RDMACM_GUEST_LIB", &library.to_string_lossy());
+        let last_words = self
+            .timeout
+            .saturating_sub(LAST_WORDS)
+            .max(self.timeout / 3);
+        set("LAST_WORDS_AFTER", &last_words.as_secs().to_string());
         set("PAIR_MTU", &self.mtu.to_string());
         set("PAIR_NETEM", if self.netem { "1" } else { "0" });
         for (name, value) in &self.environment {
@@ -207,10 +233,12 @@ impl Machine {
 }
 
 fn is_passed(name: &str) -> bool {
-    PASSED_VARIABLES.iter().any(|passed| match passed.strip_suffix('*') {
-        Some(prefix) => name.starts_with(prefix),
-        None => name == *passed,
-    })
+    PASSED_VARIABLES
+        .iter()
+        .any(|passed| match passed.strip_suffix('*') {
+            Some(prefix) => name.starts_with(prefix),
+            None => name == *passed,
+        })
 }
 
 /// Why qemu ended.
@@ -223,14 +251,17 @@ enum End {
 }
 
 /// Runs qemu to its end, at most for `timeout`.
-fn boot(command: &mut std::process::Command, timeout: Duration) -> Result<(End, String)> {
+fn boot(command: &mut Command, timeout: Duration) -> Result<(End, String)> {
     let mut qemu = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
         .context("cannot start qemu-system-x86_64; `cargo xtask setup` installs it")?;
-    let stdout = qemu.stdout.take().expect("the output was asked to be a pipe");
-    let copier = std::thread::spawn(move || copy_output(stdout));
+    let stdout = qemu
+        .stdout
+        .take()
+        .expect("the output was asked to be a pipe");
+    let copier = std::thread::spawn(move || process::copy_output(stdout));
     let deadline = Instant::now() + timeout;
     let end = loop {
         if qemu.try_wait()?.is_some() {
@@ -252,32 +283,23 @@ fn boot(command: &mut std::process::Command, timeout: Duration) -> Result<(End, 
     Ok((end?, output))
 }
 
-/// Passes the guest's output on as it comes, and keeps it.
-fn copy_output(mut from: ChildStdout) -> String {
-    let mut kept = Vec::new();
-    let mut part = [0; 4096];
-    while let Ok(length @ 1..) = from.read(&mut part) {
-        kept.extend_from_slice(&part[..length]);
-        let mut stdout = std::io::stdout().lock();
-        // Nobody reads on: the run goes on for its status.
-        let _ = stdout.write_all(&part[..length]).and_then(|()| stdout.flush());
-    }
-    String::from_utf8_lossy(&kept).into_owned()
-}
-
-/// Says why there is no result, and what the guest's console showed last.
-fn explain(end: End, timeout: Duration, console: &str) {
+/// Says why there is no result, and what the guest's console showed last, unless the kernel's complaints are shown anyway.
+fn explain(end: End, timeout: Duration, console: &str, show_console: bool) {
     match end {
         End::TimedOut => eprintln!(
             "test machine: no result after {} s (--timeout), the guest was ended",
             timeout.as_secs()
         ),
-        End::Exited => eprintln!("test machine: no result, the guest ended by itself: its kernel died or did not boot"),
+        End::Exited => eprintln!(
+            "test machine: no result, the guest ended by itself: its kernel died or did not boot"
+        ),
     }
-    let lines: Vec<_> = console.lines().collect();
-    eprintln!("test machine: the end of its console:");
-    for line in &lines[lines.len().saturating_sub(40)..] {
-        eprintln!("  {line}");
+    if show_console {
+        let lines: Vec<_> = console.lines().collect();
+        eprintln!("test machine: the end of its console:");
+        for line in &lines[lines.len().saturating_sub(CONSOLE_LINES)..] {
+            eprintln!("  {line}");
+        }
     }
 }
 
@@ -303,7 +325,8 @@ impl Share {
         let _guard = kernel::lock(cache, "runs")?;
         for entry in fs::read_dir(&runs)? {
             let left = entry?.path();
-            let abandoned = File::open(left.join("lock")).map_or(true, |lock| lock.try_lock().is_ok());
+            let abandoned =
+                File::open(left.join("lock")).map_or(true, |lock| lock.try_lock().is_ok());
             if abandoned {
                 let _ = fs::remove_dir_all(left); // another user's: not ours to remove
             }
