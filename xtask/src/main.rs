@@ -1,6 +1,8 @@
 //! `cargo xtask`: the project's commands. Each is a module; `cargo xtask help` lists them.
 
 mod artifacts;
+mod bench;
+mod demo;
 mod layering;
 mod libclang;
 mod process;
@@ -34,6 +36,13 @@ enum Task {
     Vm(VmArgs),
     /// Install what the other commands need (on Debian, as root); they also do it by themselves
     Setup,
+    /// Let our rping and the C rping ping each other over a real kernel RDMA device, of this host or in the test machine
+    Demo,
+    /// Compare the time of one ping with the C rping's, in the test machine; writes docs/bench/rping.md
+    Bench,
+    /// The part of `bench` that runs in the test machine
+    #[command(hide = true)]
+    GuestBench(bench::Request),
     /// Run everything that continuous integration runs: checks, tests on this host, tests in the test machine
     Test {
         /// Leave the test machine out
@@ -129,6 +138,9 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<u8> {
     match task {
+        Task::Demo => demo::run().map(|()| 0),
+        Task::Bench => bench::run().map(|()| 0),
+        Task::GuestBench(request) => bench::run_in_guest(&request).map(|()| 0),
         Task::Setup => setup::run().map(|()| 0),
         Task::Test {
             host_only,

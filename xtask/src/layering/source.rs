@@ -164,6 +164,9 @@ mod tests {
                 .collect()
         };
         assert_eq!(marked("let a = b::c; d"), ["b", "c"]);
-        assert_eq!(marked("use a::{b, c as d}; e"), ["use", "a", "b", "c", "as", "d"]);
+        assert_eq!(
+            marked("use a::{b, c as d}; e"),
+            ["use", "a", "b", "c", "as", "d"]
+        );
     }
 }
