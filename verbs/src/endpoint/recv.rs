@@ -1,0 +1,287 @@
+//! The receiving half.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::options::EndpointOptions;
+use super::shared::Shared;
+use crate::cq::{Completion, Completions};
+use crate::error::{Error, Opcode, Result, WorkError};
+use crate::wait::{Patience, Waiter, check_timeout};
+
+/// The half of an [`Endpoint`](super::Endpoint) that receives.
+pub struct RecvHalf {
+    /// Messages that were looked at and not taken.
+    ready: VecDeque<Message>,
+    batch: Box<Completions>,
+    waiter: Waiter,
+    timeout: Option<Duration>,
+    shared: Arc<Shared>,
+}
+
+/// A message in a slot that belongs to the half.
+#[derive(Clone, Copy, Debug)]
+struct Message {
+    slot: u32,
+    len: u32,
+    imm: Option<u32>,
+}
+
+const WHAT: &str = "a message";
+
+impl RecvHalf {
+    pub(super) fn new(shared: Arc<Shared>, options: &EndpointOptions) -> RecvHalf {
+        RecvHalf {
+            ready: VecDeque::with_capacity(options.recv_depth as usize),
+            batch: Box::default(),
+            waiter: Waiter::new(options.wait, options.spin),
+            timeout: None,
+            shared,
+        }
+    }
+
+    /// Limits how long [`recv`](Self::recv) and [`recv_buf`](Self::recv_buf) wait; `None`, the default, does
+    /// not.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for a timeout of zero.
+    pub fn set_timeout(&mut self, timeout: Option<Duration>) -> Result<()> {
+        check_timeout(timeout)?;
+        self.timeout = timeout;
+        Ok(())
+    }
+
+    /// Waits for a message and copies it into `buf`. Returns its length, which may be 0.
+    ///
+    /// # Errors
+    /// * [`Error::Truncated`] when it is longer than `buf`; it is kept for the next call.
+    /// * [`Error::TimedOut`] when a timeout is set; nothing is lost.
+    /// * The cause, once the connection is broken or closed and all that arrived before is taken.
+    #[inline]
+    pub fn recv(&mut self, buf: &mut [u8]) -> Result<usize> {
+        self.recv_within(buf, Patience::from_timeout(self.timeout))
+    }
+
+    /// [`recv`](Self::recv) with its own timeout.
+    ///
+    /// # Errors
+    /// Those of [`recv`](Self::recv), and [`Error::Misuse`] for a timeout of zero.
+    pub fn recv_timeout(&mut self, buf: &mut [u8], timeout: Duration) -> Result<usize> {
+        self.recv_within(buf, Patience::of(timeout)?)
+    }
+
+    /// [`recv`](Self::recv) without waiting.
+    ///
+    /// # Errors
+    /// Those of [`recv`](Self::recv), and [`Error::WouldBlock`] when there is no message.
+    pub fn try_recv(&mut self, buf: &mut [u8]) -> Result<usize> {
+        self.recv_within(buf, Patience::NONE)
+    }
+
+    /// Waits for a message and hands out the buffer it is in, without a copy. Dropping the buffer lets the next
+    /// message into it: a program that keeps all `recv_depth` of them receives nothing more.
+    ///
+    /// # Errors
+    /// Those of [`recv`](Self::recv), but for [`Error::Truncated`].
+    #[inline]
+    pub fn recv_buf(&mut self) -> Result<RecvBuf> {
+        self.recv_buf_within(Patience::from_timeout(self.timeout))
+    }
+
+    /// [`recv_buf`](Self::recv_buf) with its own timeout.
+    ///
+    /// # Errors
+    /// Those of [`recv_buf`](Self::recv_buf), and [`Error::Misuse`] for a timeout of zero.
+    pub fn recv_buf_timeout(&mut self, timeout: Duration) -> Result<RecvBuf> {
+        self.recv_buf_within(Patience::of(timeout)?)
+    }
+
+    /// [`recv_buf`](Self::recv_buf) without waiting.
+    ///
+    /// # Errors
+    /// Those of [`recv_buf`](Self::recv_buf), and [`Error::WouldBlock`] when there is no message.
+    pub fn try_recv_buf(&mut self) -> Result<RecvBuf> {
+        self.recv_buf_within(Patience::NONE)
+    }
+
+    #[inline]
+    fn recv_within(&mut self, buf: &mut [u8], patience: Patience) -> Result<usize> {
+        let message = self.next(patience)?;
+        let len = message.len as usize;
+        if len > buf.len() {
+            self.ready.push_front(message);
+            return Err(Error::Truncated {
+                len,
+                capacity: buf.len(),
+            });
+        }
+        let from = self.shared.slots().slot(message.slot);
+        // SAFETY: the slot is not posted and its index is in `message` alone; `len` is within it (checked in
+        // `accept`); `buf` is exclusive and no part of the arena.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), buf.as_mut_ptr(), len) };
+        self.shared.repost(message.slot);
+        Ok(len)
+    }
+
+    #[inline]
+    fn recv_buf_within(&mut self, patience: Patience) -> Result<RecvBuf> {
+        let Message { slot, len, imm } = self.next(patience)?;
+        Ok(RecvBuf {
+            slot,
+            len,
+            imm,
+            shared: self.shared.clone(),
+        })
+    }
+
+    /// The next message, which is the caller's from then on.
+    #[inline]
+    fn next(&mut self, mut patience: Patience) -> Result<Message> {
+        if let Some(message) = self.ready.pop_front() {
+            return Ok(message);
+        }
+        if let Some(message) = advance(&self.shared, &mut self.batch)? {
+            return Ok(message);
+        }
+        let (shared, batch) = (&*self.shared, &mut *self.batch);
+        self.waiter.wait(
+            shared.queue_pair().recv_cq(),
+            shared.closed_fd(),
+            &mut patience,
+            WHAT,
+            || advance(shared, batch),
+        )
+    }
+
+    /// Looks through all receive completions for a better cause than a flush, which the sending half met.
+    /// Messages found on the way are kept.
+    #[cold]
+    pub(super) fn explain(&mut self, e: Error) -> Error {
+        if !e.is_flush() {
+            return e;
+        }
+        while let Ok(Some(message)) = advance(&self.shared, &mut self.batch) {
+            self.ready.push_back(message);
+        }
+        self.shared.cause().unwrap_or(e)
+    }
+}
+
+/// The next message among the completions there are. Errors break the connection; what arrived before one comes
+/// first, since completions come in order.
+#[inline]
+fn advance(shared: &Shared, batch: &mut Completions) -> Result<Option<Message>> {
+    loop {
+        for completion in &mut *batch {
+            if completion.is_success() {
+                match accept(shared, &completion) {
+                    Some(message) => return Ok(Some(message)),
+                    None => shared.fail_by(Error::Provider(
+                        "a receive completed that was not posted, or with a wrong length",
+                    )),
+                }
+            } else {
+                broke(shared, &completion);
+            }
+        }
+        // In this order: what is set after the queue was empty cannot hide a message.
+        let broken = shared.is_broken();
+        if shared
+            .queue_pair()
+            .recv_cq()
+            .poll(batch)
+            .inspect_err(|e| shared.fail_by(e.clone()))?
+            == 0
+        {
+            return if broken {
+                Err(shared.reason())
+            } else {
+                Ok(None)
+            };
+        }
+    }
+}
+
+/// Checks what the device says of a message; its length was chosen by the peer.
+#[inline]
+fn accept(shared: &Shared, completion: &Completion) -> Option<Message> {
+    let slot = shared.take_posted(completion.wr_id)?;
+    let len = completion.byte_len;
+    (len as usize <= shared.slots().size()).then_some(Message {
+        slot,
+        len,
+        imm: completion.imm,
+    })
+}
+
+#[cold]
+fn broke(shared: &Shared, completion: &Completion) {
+    shared.take_posted(completion.wr_id);
+    let cause = Error::Work(WorkError {
+        status: completion.status,
+        opcode: Opcode::Recv,
+        vendor: completion.vendor,
+        buffer: Some(shared.slots().size()),
+    });
+    if cause.is_flush() && shared.cause().is_none() {
+        // The operation that failed is a send, whose completion is in the other queue.
+        shared.look_for_cause();
+    }
+    shared.fail_by(cause);
+}
+
+impl fmt::Debug for RecvHalf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RecvHalf")
+            .field("queue_pair", self.shared.queue_pair())
+            .field("ready", &self.ready.len())
+            .field("cause", &self.shared.cause())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A received message in the buffer it arrived in. When it is dropped, on whatever thread, the buffer goes
+/// back to the device for another message. It keeps the queue pair alive.
+pub struct RecvBuf {
+    slot: u32,
+    len: u32,
+    imm: Option<u32>,
+    shared: Arc<Shared>,
+}
+
+impl RecvBuf {
+    /// The immediate value that came with it, if one did.
+    pub fn imm(&self) -> Option<u32> {
+        self.imm
+    }
+}
+
+impl Deref for RecvBuf {
+    type Target = [u8];
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        let at = self.shared.slots().slot(self.slot);
+        // SAFETY: the slot is not posted and its index is in this handle alone, so nobody writes it; `len`
+        // was checked against its size; the pages are initialised and live as long as `shared`.
+        unsafe { std::slice::from_raw_parts(at.as_ptr(), self.len as usize) }
+    }
+}
+
+impl Drop for RecvBuf {
+    #[inline]
+    fn drop(&mut self) {
+        self.shared.repost(self.slot);
+    }
+}
+
+impl fmt::Debug for RecvBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RecvBuf")
+            .field("len", &self.len)
+            .field("imm", &self.imm)
+            .finish_non_exhaustive()
+    }
+}
