@@ -44,6 +44,7 @@ impl Need {
                 "rdmacm-utils",
                 "perftest",
             ],
+            // The compiler that Debian builds its kernels with is its default one.
             Self::Siw => &["make", "gcc"],
         }
     }

@@ -30,21 +30,31 @@ pub(crate) fn find_dependency(metapackages: &[String], prefix: &str) -> Result<S
 
 fn look_up(metapackages: &[String], prefix: &str) -> Result<Option<String>> {
     for metapackage in metapackages {
-        let listing = process::output(Command::new("sh").args([
-            "-c",
-            "apt-cache depends \"$0\" 2>/dev/null || true",
-            metapackage,
-        ]))?;
-        let found = String::from_utf8_lossy(&listing)
-            .lines()
-            .filter_map(|line| line.trim().strip_prefix("Depends: "))
-            .find(|package| package.starts_with(prefix))
-            .map(str::to_owned);
+        let found = dependencies(metapackage)?
+            .into_iter()
+            .find(|package| package.starts_with(prefix));
         if found.is_some() {
             return Ok(found);
         }
     }
     Ok(None)
+}
+
+/// What a package depends on; nothing, if apt does not know it.
+///
+/// # Errors
+///
+/// When apt-cache cannot be started.
+pub(crate) fn dependencies(package: &str) -> Result<Vec<String>> {
+    let listing = Command::new("apt-cache")
+        .args(["depends", package])
+        .output()
+        .context("cannot start `apt-cache`")?;
+    Ok(String::from_utf8_lossy(&listing.stdout)
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("Depends: "))
+        .map(str::to_owned)
+        .collect())
 }
 
 /// Downloads a package into `folder` and returns the file; it is not installed.
