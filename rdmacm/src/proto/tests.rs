@@ -436,7 +436,13 @@ fn the_status_of_an_event_never_decides_where_it_leads() {
             let next = |status| connection::step(state, Input::Event(event, status));
             let shape = |status| {
                 let (next, outputs) = next(status);
-                (name(next), outputs.iter().map(|output| describe_output(*output, Input::Event(event, status))).collect::<Vec<_>>())
+                (
+                    name(next),
+                    outputs
+                        .iter()
+                        .map(|output| describe_output(*output, Input::Event(event, status)))
+                        .collect::<Vec<_>>(),
+                )
             };
             for status in STATUSES {
                 assert_eq!(shape(status).0, shape(0).0, "{state:?}, {event:?}, {status}");

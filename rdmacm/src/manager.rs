@@ -1,0 +1,182 @@
+//! The connection manager: one event-channel thread, and a protection domain for each device.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+
+use verbs::{Access, Context, MemoryRegion, ProtectionDomain};
+
+use crate::channel::EventChannel;
+use crate::driver::Driver;
+use crate::error::{Error, Result};
+use crate::handle::{Command, LoanGuard, Mailbox};
+use crate::id;
+use crate::sys;
+
+/// Owns the event-channel thread and the devices' protection domains.
+///
+/// Most programs never name one: [`Connector`](crate::Connector) and [`Listener`](crate::Listener) use
+/// [`Manager::global`]. Clones are the same manager. The thread ends with the last clone and the last connection,
+/// listener, request or device of it.
+///
+/// All connections of one manager on one device share a protection domain, and so can use the same memory regions.
+#[derive(Clone)]
+pub struct Manager {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    mailbox: Arc<Mailbox>,
+    thread: Option<JoinHandle<()>>,
+    /// By the address of librdmacm's context, which stays the same as long as the process lives.
+    domains: Mutex<HashMap<usize, ProtectionDomain>>,
+}
+
+impl Manager {
+    /// The manager that the process shares, started if there is none.
+    ///
+    /// # Errors
+    /// As [`Manager::new`].
+    pub fn global() -> Result<Self> {
+        static GLOBAL: Mutex<Weak<Inner>> = Mutex::new(Weak::new());
+        let known = lock(&GLOBAL).upgrade();
+        if let Some(inner) = known {
+            return Ok(Self { inner });
+        }
+        // Made without the lock, since it goes to the kernel; of two threads here the first stays.
+        let made = Self::new()?;
+        let mut global = lock(&GLOBAL);
+        match global.upgrade() {
+            Some(inner) => Ok(Self { inner }),
+            None => {
+                *global = Arc::downgrade(&made.inner);
+                Ok(made)
+            }
+        }
+    }
+
+    /// A manager of its own, with its own thread and protection domains. Calls `rdma_create_event_channel`.
+    ///
+    /// # Errors
+    /// [`Error::Os`]: ENODEV when there is no RDMA device, EACCES when `/dev/infiniband/rdma_cm` may not be opened,
+    /// EMFILE when the process has too many open files.
+    #[doc(alias = "rdma_create_event_channel")]
+    pub fn new() -> Result<Self> {
+        let (_, events) = EventChannel::open()?;
+        let (mailbox, commands) = Mailbox::new()?;
+        let driver = Driver::new(events, commands, Arc::clone(&mailbox));
+        let thread = thread::Builder::new()
+            .name("rdmacm-events".into())
+            .spawn(move || driver.run())
+            .map_err(|error| Error::spawn(&error))?;
+        Ok(Self { inner: Arc::new(Inner { mailbox, thread: Some(thread), domains: Mutex::default() }) })
+    }
+
+    /// The RDMA devices that connections may use, in librdmacm's order. Calls `rdma_get_devices`.
+    ///
+    /// # Errors
+    /// [`Error::Os`] when the list cannot be had, or a protection domain cannot be made.
+    #[doc(alias = "rdma_get_devices")]
+    pub fn devices(&self) -> Result<Vec<Device>> {
+        sys::devices()?
+            .into_iter()
+            .map(|raw| {
+                // SAFETY: the context comes from librdmacm's list.
+                unsafe { self.device(raw) }
+            })
+            .collect()
+    }
+
+    /// The device that a lent id is bound to.
+    pub(crate) fn device_of(&self, guard: &LoanGuard) -> Result<Device> {
+        // SAFETY: the context of an id comes from librdmacm's list.
+        unsafe { self.device(guard.raw_context()) }
+    }
+
+    /// # Safety
+    /// `raw` is a context of librdmacm's own list.
+    unsafe fn device(&self, raw: *mut sys::ibv_context) -> Result<Device> {
+        let known = lock(&self.inner.domains).get(&raw.addr()).cloned();
+        let pd = match known {
+            Some(pd) => pd,
+            None => {
+                // SAFETY: the caller's promise.
+                let context = unsafe { id::library_context(raw) };
+                // Made without the lock, since the call goes to the kernel; of two threads here the first stays.
+                let made = ProtectionDomain::new(&context)?;
+                lock(&self.inner.domains).entry(raw.addr()).or_insert(made).clone()
+            }
+        };
+        Ok(Device { pd, _manager: self.clone() })
+    }
+
+    pub(crate) fn mailbox(&self) -> &Arc<Mailbox> {
+        &self.inner.mailbox
+    }
+}
+
+impl fmt::Debug for Manager {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let handles = Arc::strong_count(&self.inner);
+        f.debug_struct("Manager").field("devices", &lock(&self.inner.domains).len()).field("handles", &handles).finish()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.mailbox.send(Command::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::warn!("the event-channel thread panicked");
+        }
+    }
+}
+
+/// An RDMA device, and the protection domain on it that all connections of one manager share.
+#[derive(Clone)]
+pub struct Device {
+    pd: ProtectionDomain,
+    _manager: Manager,
+}
+
+impl Device {
+    /// The device's name, as `rdma link` shows it.
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.context().name()
+    }
+
+    /// The open device: attributes, ports, GIDs.
+    #[must_use]
+    pub fn context(&self) -> &Context {
+        self.pd.context()
+    }
+
+    /// The protection domain that connections on this device use.
+    #[must_use]
+    pub fn protection_domain(&self) -> &ProtectionDomain {
+        &self.pd
+    }
+
+    /// Registers `len` bytes of zeroed memory that all connections on this device can use, and peers as far as `access`
+    /// says.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::new`].
+    pub fn register(&self, len: usize, access: Access) -> Result<MemoryRegion> {
+        Ok(MemoryRegion::new(&self.pd, len, access)?)
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("name", &self.name()).finish_non_exhaustive()
+    }
+}
+
+/// The map and the global handle stay whole whatever a panicking thread did: each change is one insertion or assignment.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
