@@ -14,9 +14,7 @@ use crate::process;
 ///
 /// When the build fails.
 pub(crate) fn build(cargo: &mut Command) -> Result<Vec<PathBuf>> {
-    cargo
-        .arg("--message-format=json-render-diagnostics")
-        .stdout(Stdio::piped());
+    cargo.arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     let messages = process::output(cargo)?;
     let messages = String::from_utf8(messages).context("cargo's messages are not text")?;
     Ok(messages.lines().filter_map(executable).collect())
@@ -35,18 +33,9 @@ mod tests {
     #[test]
     fn only_messages_about_programs_count() {
         let program = r#"{"reason":"compiler-artifact","executable":"/t/debug/deps/device-1"}"#;
-        assert_eq!(
-            executable(program),
-            Some(PathBuf::from("/t/debug/deps/device-1"))
-        );
-        assert_eq!(
-            executable(r#"{"reason":"compiler-artifact","executable":null}"#),
-            None
-        );
-        assert_eq!(
-            executable(r#"{"reason":"build-finished","success":true}"#),
-            None
-        );
+        assert_eq!(executable(program), Some(PathBuf::from("/t/debug/deps/device-1")));
+        assert_eq!(executable(r#"{"reason":"compiler-artifact","executable":null}"#), None);
+        assert_eq!(executable(r#"{"reason":"build-finished","success":true}"#), None);
         assert_eq!(executable("warning: text"), None);
     }
 }

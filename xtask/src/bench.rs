@@ -39,21 +39,9 @@ struct Method {
 }
 
 const METHODS: [Method; 2] = [
-    Method {
-        name: "instructions",
-        instruction_count: true,
-        short: 100,
-        long: 1000,
-        rounds: 3,
-    },
+    Method { name: "instructions", instruction_count: true, short: 100, long: 1000, rounds: 3 },
     // With 11 pairs a difference of 5 % is real: measured with the same program on both sides.
-    Method {
-        name: "real time",
-        instruction_count: false,
-        short: 100,
-        long: 600,
-        rounds: 11,
-    },
+    Method { name: "real time", instruction_count: false, short: 100, long: 600, rounds: 11 },
 ];
 
 struct Row {
@@ -76,10 +64,7 @@ pub(crate) fn run() -> Result<()> {
     let mut rows = Vec::new();
     let mut machine_text = String::new();
     for method in METHODS {
-        heading(&format!(
-            "{}: microseconds for one ping, C and ours",
-            method.name
-        ));
+        heading(&format!("{}: microseconds for one ping, C and ours", method.name));
         let request = Request {
             ours: rping.clone(),
             short: method.short,
@@ -96,16 +81,8 @@ pub(crate) fn run() -> Result<()> {
         let mut command = vec![driver.display().to_string(), "guest-bench".to_owned()];
         command.extend(request.arguments());
         let outcome = machine.run(&command)?;
-        ensure!(
-            outcome.status == 0,
-            "the benchmark ended with status {} in the test machine",
-            outcome.status
-        );
-        writeln!(
-            machine_text,
-            "* {}: {}, Linux {}",
-            method.name, outcome.accelerator, outcome.kernel_release
-        )?;
+        ensure!(outcome.status == 0, "the benchmark ended with status {} in the test machine", outcome.status);
+        writeln!(machine_text, "* {}: {}, Linux {}", method.name, outcome.accelerator, outcome.kernel_release)?;
         for size in SIZES {
             let pairs = read_pairs(&outcome.output, size);
             ensure!(!pairs.is_empty(), "there are no results for {size} bytes");
@@ -138,10 +115,7 @@ fn read_pairs(output: &str, size: u32) -> Vec<Pair> {
     let read = |line: &str| {
         let mut words = line.strip_prefix("pair ")?.split_whitespace();
         let of: u32 = words.next()?.parse().ok()?;
-        let pair = Pair {
-            c: words.next()?.parse().ok()?,
-            ours: words.next()?.parse().ok()?,
-        };
+        let pair = Pair { c: words.next()?.parse().ok()?, ours: words.next()?.parse().ok()? };
         (of == size).then_some(pair)
     };
     output.lines().filter_map(read).collect()
@@ -152,19 +126,8 @@ fn table(rows: &[Row]) -> String {
         "| bytes | method | pairs | C, us | ours, us | ours / C | spread of ours / C |\n\
          | ---: | --- | ---: | ---: | ---: | ---: | --- |\n",
     );
-    for Row {
-        method,
-        size,
-        comparison,
-        ..
-    } in rows
-    {
-        let Comparison {
-            pairs,
-            c,
-            ours,
-            ratio,
-        } = comparison;
+    for Row { method, size, comparison, .. } in rows {
+        let Comparison { pairs, c, ours, ratio } = comparison;
         table.push_str(&format!(
             "| {size} | {method} | {pairs} | {:.1} | {:.1} | {:.3} | {:.3} to {:.3} |\n",
             c.median, ours.median, ratio.median, ratio.min, ratio.max
@@ -176,17 +139,11 @@ fn table(rows: &[Row]) -> String {
 fn write_report(table: &str, machine: &str) -> Result<()> {
     let path = process::workspace_root().join(RESULT);
     let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let mut models = cpu
-        .lines()
-        .filter_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let mut models = cpu.lines().filter_map(|line| line.strip_prefix("model name")?.split_once(": "));
     let model = models.next().map_or("unknown", |(_, model)| model);
     let first_line = |program: &str, arguments: &[&str]| {
         let output = process::output(Command::new(program).args(arguments)).unwrap_or_default();
-        String::from_utf8_lossy(&output)
-            .lines()
-            .next()
-            .unwrap_or("unknown")
-            .to_owned()
+        String::from_utf8_lossy(&output).lines().next().unwrap_or("unknown").to_owned()
     };
     let text = format!(
         "# One ping, ours against C's\n\n\
@@ -217,13 +174,7 @@ mod tests {
     #[test]
     fn pairs_are_read_by_size_and_other_lines_are_not() {
         let output = "server DISCONNECT EVENT...\npair 64 10.5 5.25\npair 65535 100 90\npair 64 x 1\npair 64 12 6\n";
-        let pairs = [
-            Pair {
-                c: 10.5,
-                ours: 5.25,
-            },
-            Pair { c: 12.0, ours: 6.0 },
-        ];
+        let pairs = [Pair { c: 10.5, ours: 5.25 }, Pair { c: 12.0, ours: 6.0 }];
         assert_eq!(read_pairs(output, 64), pairs);
         assert_eq!(read_pairs(output, 65_535).len(), 1);
     }

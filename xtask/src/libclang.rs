@@ -17,12 +17,7 @@ pub(crate) const NEWEST_USABLE: u32 = 15;
 const PACKAGED: &[u32] = &[14, 15, 13, 11];
 
 /// Where distributions put libclang: Debian one folder for each version, others one for all.
-const COMMON_FOLDERS: &[&str] = &[
-    "/usr/lib64",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib",
-    "/usr/local/lib",
-];
+const COMMON_FOLDERS: &[&str] = &["/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib", "/usr/local/lib"];
 
 /// What cargo needs to be told about libclang.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,25 +49,17 @@ pub(crate) fn choose() -> Result<Libclang> {
     }
     let mut folders: Vec<PathBuf> = COMMON_FOLDERS.iter().map(PathBuf::from).collect();
     if let Ok(entries) = fs::read_dir("/usr/lib") {
-        let llvm = entries
-            .flatten()
-            .filter(|entry| entry.file_name().to_string_lossy().starts_with("llvm-"));
+        let llvm = entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with("llvm-"));
         folders.extend(llvm.map(|entry| entry.path().join("lib")));
     }
-    let found = folders
-        .into_iter()
-        .filter_map(|folder| Some((version_of(&folder)?, folder)))
-        .collect();
+    let found = folders.into_iter().filter_map(|folder| Some((version_of(&folder)?, folder))).collect();
     Ok(pick(found))
 }
 
 /// Decides among the libclangs that were found: version and folder of each.
 fn pick(found: Vec<(u32, PathBuf)>) -> Libclang {
     let default_is_wrong = found.iter().any(|(version, _)| *version > NEWEST_USABLE);
-    let usable = found
-        .into_iter()
-        .filter(|(version, folder)| *version <= NEWEST_USABLE && !is_shared(folder))
-        .max();
+    let usable = found.into_iter().filter(|(version, folder)| *version <= NEWEST_USABLE && !is_shared(folder)).max();
     match usable {
         Some((_, folder)) if default_is_wrong => Libclang::At(folder),
         Some(_) => Libclang::Default,
@@ -92,18 +79,11 @@ fn is_shared(folder: &Path) -> bool {
 /// When the package lists have none, as on Debian 13; the message says what to do.
 pub(crate) fn packages() -> Result<[String; 2]> {
     for version in PACKAGED {
-        let packages = [
-            format!("libclang1-{version}"),
-            format!("libclang-common-{version}-dev"),
-        ];
+        let packages = [format!("libclang1-{version}"), format!("libclang-common-{version}-dev")];
         let known = |package: &String| {
             process_output("apt-cache", &["policy", package])
                 .lines()
-                .any(|line| {
-                    line.trim()
-                        .strip_prefix("Candidate: ")
-                        .is_some_and(|candidate| candidate != "(none)")
-                })
+                .any(|line| line.trim().strip_prefix("Candidate: ").is_some_and(|candidate| candidate != "(none)"))
         };
         if packages.iter().all(known) {
             return Ok(packages);
@@ -127,15 +107,9 @@ fn version_of(folder: &Path) -> Option<u32> {
             version_in_name(&name).or_else(|| {
                 // A `libclang.so.1` or `libclang.so`: the folder, or the file that it is a link to, has the version.
                 let target = fs::read_link(entry.path()).ok();
-                let target = target
-                    .as_ref()
-                    .and_then(|path| path.file_name())
-                    .and_then(|name| name.to_str());
-                name.starts_with("libclang.so").then(|| {
-                    target
-                        .and_then(version_in_name)
-                        .or_else(|| version_in_folder(folder))
-                })?
+                let target = target.as_ref().and_then(|path| path.file_name()).and_then(|name| name.to_str());
+                name.starts_with("libclang.so")
+                    .then(|| target.and_then(version_in_name).or_else(|| version_in_folder(folder)))?
             })
         })
         .max()
@@ -144,38 +118,20 @@ fn version_of(folder: &Path) -> Option<u32> {
 /// `libclang-14.so.1`, `libclang-14.so.14.0.6`, `libclang.so.15.0.7` and the like.
 fn version_in_name(name: &str) -> Option<u32> {
     let rest = name.strip_prefix("libclang")?;
-    let digits = rest
-        .strip_prefix('-')
-        .or_else(|| rest.strip_prefix(".so."))?
-        .split(|c: char| !c.is_ascii_digit())
-        .next()?;
+    let digits =
+        rest.strip_prefix('-').or_else(|| rest.strip_prefix(".so."))?.split(|c: char| !c.is_ascii_digit()).next()?;
     // `libclang.so.1` has the version of Debian's interface, which is 1 for all.
-    digits
-        .parse()
-        .ok()
-        .filter(|version| *version > 1 && name.contains(".so"))
+    digits.parse().ok().filter(|version| *version > 1 && name.contains(".so"))
 }
 
 /// `/usr/lib/llvm-14/lib`.
 fn version_in_folder(folder: &Path) -> Option<u32> {
-    folder
-        .parent()?
-        .file_name()?
-        .to_str()?
-        .strip_prefix("llvm-")?
-        .parse()
-        .ok()
+    folder.parent()?.file_name()?.to_str()?.strip_prefix("llvm-")?.parse().ok()
 }
 
 fn process_output(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program)
-        .args(arguments)
-        .stderr(Stdio::null())
-        .output();
-    output.map_or_else(
-        |_| String::new(),
-        |output| String::from_utf8_lossy(&output.stdout).into_owned(),
-    )
+    let output = Command::new(program).args(arguments).stderr(Stdio::null()).output();
+    output.map_or_else(|_| String::new(), |output| String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[cfg(test)]
@@ -196,27 +152,16 @@ mod tests {
         ] {
             assert_eq!(version_in_name(name), version, "{name}");
         }
-        assert_eq!(
-            version_in_folder(Path::new("/usr/lib/llvm-14/lib")),
-            Some(14)
-        );
+        assert_eq!(version_in_folder(Path::new("/usr/lib/llvm-14/lib")), Some(14));
         assert_eq!(version_in_folder(Path::new("/usr/lib64")), None);
     }
 
     #[test]
     fn the_newest_usable_one_is_taken_and_named_only_if_a_newer_one_is_there() {
-        let at = |version| {
-            (
-                version,
-                PathBuf::from(format!("/usr/lib/llvm-{version}/lib")),
-            )
-        };
+        let at = |version| (version, PathBuf::from(format!("/usr/lib/llvm-{version}/lib")));
         assert_eq!(pick(vec![]), Libclang::Missing);
         assert_eq!(pick(vec![at(16)]), Libclang::Missing);
         assert_eq!(pick(vec![at(14)]), Libclang::Default);
-        assert_eq!(
-            pick(vec![at(11), at(16), at(14)]),
-            Libclang::At("/usr/lib/llvm-14/lib".into())
-        );
+        assert_eq!(pick(vec![at(11), at(16), at(14)]), Libclang::At("/usr/lib/llvm-14/lib".into()));
     }
 }

@@ -142,11 +142,7 @@ fn run(task: Task) -> Result<u8> {
         Task::Bench => bench::run().map(|()| 0),
         Task::GuestBench(request) => bench::run_in_guest(&request).map(|()| 0),
         Task::Setup => setup::run().map(|()| 0),
-        Task::Test {
-            host_only,
-            filter,
-            device,
-        } => test::run(&device.options(host_only, filter)).map(|()| 0),
+        Task::Test { host_only, filter, device } => test::run(&device.options(host_only, filter)).map(|()| 0),
         Task::Soak { filter, device } => test::soak(&device.options(false, filter)).map(|()| 0),
         Task::Layering => layering::check(&process::workspace_root()).map(|()| 0),
         Task::Vm(args) => {

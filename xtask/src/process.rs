@@ -16,10 +16,7 @@ pub(crate) fn workspace_root() -> PathBuf {
         .map(PathBuf::from)
         .filter(|package| package.ends_with("xtask"))
         .unwrap_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")));
-    package
-        .parent()
-        .expect("the xtask package is a folder in the workspace")
-        .to_path_buf()
+    package.parent().expect("the xtask package is a folder in the workspace").to_path_buf()
 }
 
 /// The folder with everything that a build leaves behind.
@@ -75,10 +72,7 @@ pub(crate) fn output(command: &mut Command) -> Result<Vec<u8>> {
 /// When it cannot be started.
 pub(crate) fn tee(command: &mut Command) -> Result<(ExitStatus, String)> {
     let mut child = start_error(command.stdout(Stdio::piped()).spawn(), command)?;
-    let stdout = child
-        .stdout
-        .take()
-        .expect("the output was asked to be a pipe");
+    let stdout = child.stdout.take().expect("the output was asked to be a pipe");
     let output = copy_output(stdout);
     Ok((child.wait()?, output))
 }
@@ -91,9 +85,7 @@ pub(crate) fn copy_output(mut from: ChildStdout) -> String {
         kept.extend_from_slice(&part[..length]);
         let mut stdout = std::io::stdout().lock();
         // Nobody reads our output any more: the child still goes on to its end, for its status.
-        let _ = stdout
-            .write_all(&part[..length])
-            .and_then(|()| stdout.flush());
+        let _ = stdout.write_all(&part[..length]).and_then(|()| stdout.flush());
     }
     String::from_utf8_lossy(&kept).into_owned()
 }
@@ -106,10 +98,7 @@ pub(crate) fn copy_output(mut from: ChildStdout) -> String {
 pub(crate) fn filter(command: &mut Command, input: &[u8]) -> Result<Vec<u8>> {
     let spawned = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
     let mut child = start_error(spawned, command)?;
-    let mut stdin = child
-        .stdin
-        .take()
-        .expect("the input was asked to be a pipe");
+    let mut stdin = child.stdin.take().expect("the input was asked to be a pipe");
     let output = std::thread::scope(|scope| {
         // Written from a second thread: the command may fill its output pipe before it has read all of its input.
         // A command that does not want all of the input says so by its exit status.
@@ -171,18 +160,12 @@ mod tests {
     #[test]
     fn an_error_names_the_command_and_its_status() {
         let error = run(Command::new("sh").args(["-c", "exit 3"])).expect_err("it exits with 3");
-        assert_eq!(
-            error.to_string(),
-            "`sh -c 'exit 3'` ended with exit status: 3"
-        );
+        assert_eq!(error.to_string(), "`sh -c 'exit 3'` ended with exit status: 3");
     }
 
     #[test]
     fn a_filter_may_write_more_than_a_pipe_holds() {
         let input = vec![b'x'; 1 << 20];
-        assert_eq!(
-            filter(&mut Command::new("cat"), &input).expect("cat runs"),
-            input
-        );
+        assert_eq!(filter(&mut Command::new("cat"), &input).expect("cat runs"), input);
     }
 }

@@ -58,10 +58,7 @@ mod tests {
             test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s\n\
             test result: FAILED. 10 passed; 3 failed; 0 ignored; 0 measured; 7 filtered out; finished in 1.00s\n";
         let report = Report::read(output);
-        assert_eq!(
-            (report.passed, report.failed, report.ignored, report.skipped),
-            (12, 3, 1, 0)
-        );
+        assert_eq!((report.passed, report.failed, report.ignored, report.skipped), (12, 3, 1, 0));
     }
 
     #[test]

@@ -24,13 +24,7 @@ impl Need {
     /// Debian's packages for it, without libclang, of which there are several.
     fn packages(self) -> &'static [&'static str] {
         match self {
-            Self::Build => &[
-                "gcc",
-                "libc6-dev",
-                "pkg-config",
-                "libibverbs-dev",
-                "librdmacm-dev",
-            ],
+            Self::Build => &["gcc", "libc6-dev", "pkg-config", "libibverbs-dev", "librdmacm-dev"],
             Self::Machine => &[
                 "qemu-system-x86",
                 "busybox-static",
@@ -76,11 +70,7 @@ pub(crate) fn run() -> Result<()> {
 /// When something is missing and this process is not root, or this is not Debian; the message has the command to run or the
 /// packages to install. When apt fails.
 pub(crate) fn ensure(needs: &[Need]) -> Result<()> {
-    let mut wanted: Vec<&str> = needs
-        .iter()
-        .flat_map(|need| need.packages())
-        .copied()
-        .collect();
+    let mut wanted: Vec<&str> = needs.iter().flat_map(|need| need.packages()).copied().collect();
     let clang_is_missing = needs.contains(&Need::Build) && libclang::choose()? == Libclang::Missing;
     if !is_debian() {
         return ensure_elsewhere(&wanted, needs, clang_is_missing);
@@ -120,9 +110,7 @@ pub(crate) fn ensure(needs: &[Need]) -> Result<()> {
 pub(crate) fn cargo() -> Result<Command> {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut cargo = Command::new(program);
-    cargo
-        .current_dir(process::workspace_root())
-        .stdin(Stdio::null());
+    cargo.current_dir(process::workspace_root()).stdin(Stdio::null());
     if let Libclang::At(folder) = libclang::choose()? {
         cargo.env("LIBCLANG_PATH", folder);
     }
@@ -136,17 +124,13 @@ pub(crate) fn is_root() -> bool {
 }
 
 fn is_debian() -> bool {
-    fs::read_to_string("/etc/os-release")
-        .is_ok_and(|release| release.lines().any(|line| line == "ID=debian"))
+    fs::read_to_string("/etc/os-release").is_ok_and(|release| release.lines().any(|line| line == "ID=debian"))
 }
 
 /// On other distributions only the libraries can be checked, and nothing is installed.
 fn ensure_elsewhere(wanted: &[&str], needs: &[Need], clang_is_missing: bool) -> Result<()> {
     let libraries = ["--exists", "libibverbs", "librdmacm"];
-    if needs == [Need::Build]
-        && !clang_is_missing
-        && process::succeeds(Command::new("pkg-config").args(libraries))
-    {
+    if needs == [Need::Build] && !clang_is_missing && process::succeeds(Command::new("pkg-config").args(libraries)) {
         return Ok(());
     }
     bail!(
@@ -174,10 +158,5 @@ fn installed(packages: &[&str]) -> Result<HashSet<String>> {
 }
 
 fn apt(arguments: &[&str]) -> Result<()> {
-    process::run(
-        Command::new("apt-get")
-            .args(arguments)
-            .env("DEBIAN_FRONTEND", "noninteractive")
-            .stdin(Stdio::null()),
-    )
+    process::run(Command::new("apt-get").args(arguments).env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null()))
 }

@@ -34,26 +34,14 @@ pub(crate) struct Options {
 /// When a check fails, a test fails, a device test was skipped in the test machine, or none ran there.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let start = Instant::now();
-    let needs: &[Need] = if options.host_only {
-        &[Need::Build]
-    } else {
-        &[Need::Build, Need::Machine]
-    };
+    let needs: &[Need] = if options.host_only { &[Need::Build] } else { &[Need::Build, Need::Machine] };
     setup::ensure(needs)?;
     if options.filter.is_none() {
         check_sources()?;
     }
     let host = host_tests(options)?;
-    let machine = if options.host_only {
-        Report::default()
-    } else {
-        device_tests(options, &[])?
-    };
-    finish(
-        "test",
-        &[("host", &host), ("test machine", &machine)],
-        start,
-    )
+    let machine = if options.host_only { Report::default() } else { device_tests(options, &[])? };
+    finish("test", &[("host", &host), ("test machine", &machine)], start)
 }
 
 /// `cargo xtask soak`: the device tests with RDMACM_SOAK=1, which makes them run much longer.
@@ -72,20 +60,9 @@ fn check_sources() -> Result<()> {
     heading("formatting");
     process::run(setup::cargo()?.args(["fmt", "--all", "--check"]))?;
     heading("clippy");
-    process::run(setup::cargo()?.args([
-        "clippy",
-        "--workspace",
-        "--all-targets",
-        "--",
-        "-D",
-        "warnings",
-    ]))?;
+    process::run(setup::cargo()?.args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
     heading("documentation");
-    process::run(
-        setup::cargo()?
-            .args(["doc", "--workspace", "--no-deps"])
-            .env("RUSTDOCFLAGS", "-D warnings"),
-    )?;
+    process::run(setup::cargo()?.args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))?;
     heading("layering");
     layering::check(&process::workspace_root())
 }
@@ -94,23 +71,14 @@ fn check_sources() -> Result<()> {
 fn host_tests(options: &Options) -> Result<Report> {
     heading("tests on this host");
     let mut cargo = setup::cargo()?;
-    cargo.args([
-        "test",
-        "--workspace",
-        "--exclude",
-        DEVICE_TESTS,
-        "--no-fail-fast",
-    ]);
+    cargo.args(["test", "--workspace", "--exclude", DEVICE_TESTS, "--no-fail-fast"]);
     if let Some(filter) = &options.filter {
         cargo.args(["--", filter]);
     }
     let (status, output) = process::tee(&mut cargo)?;
     let mut report = Report::read(&output);
     if !status.success() && report.failed == 0 {
-        report.trouble.push(format!(
-            "`{}` ended with {status}",
-            process::display(&cargo)
-        ));
+        report.trouble.push(format!("`{}` ended with {status}", process::display(&cargo)));
     }
     Ok(report)
 }
@@ -119,13 +87,10 @@ fn host_tests(options: &Options) -> Result<Report> {
 fn device_tests(options: &Options, environment: &[(&str, &str)]) -> Result<Report> {
     heading("building the tests and the example programs for the test machine");
     let tests = artifacts::build(setup::cargo()?.args(["test", "-p", DEVICE_TESTS, "--no-run"]))?;
-    let programs =
-        artifacts::build(setup::cargo()?.args(["build", "-p", "rdmacm-examples", "--bins"]))?;
+    let programs = artifacts::build(setup::cargo()?.args(["build", "-p", "rdmacm-examples", "--bins"]))?;
     let mut report = Report::default();
     if tests.is_empty() {
-        report
-            .trouble
-            .push(format!("the package {DEVICE_TESTS} has no test binaries"));
+        report.trouble.push(format!("the package {DEVICE_TESTS} has no test binaries"));
         return Ok(report);
     }
 
@@ -136,34 +101,22 @@ fn device_tests(options: &Options, environment: &[(&str, &str)]) -> Result<Repor
         ..vm::Machine::default()
     };
     if let Some(folder) = programs.first().and_then(|program| program.parent()) {
-        machine
-            .environment
-            .push(("RDMACM_BIN_DIR".to_owned(), folder.display().to_string()));
+        machine.environment.push(("RDMACM_BIN_DIR".to_owned(), folder.display().to_string()));
     }
     for (name, value) in environment {
-        machine
-            .environment
-            .push(((*name).to_owned(), (*value).to_owned()));
+        machine.environment.push(((*name).to_owned(), (*value).to_owned()));
     }
     heading("tests in the test machine");
     let outcome = machine.run(&guest_command(&tests, options))?;
     report = Report::read(&outcome.output);
     if outcome.status != 0 && report.failed == 0 {
-        report.trouble.push(format!(
-            "the run in the test machine ended with status {}",
-            outcome.status
-        ));
+        report.trouble.push(format!("the run in the test machine ended with status {}", outcome.status));
     }
     if report.skipped > 0 {
-        report.trouble.push(format!(
-            "{} device tests were skipped, though there is a device",
-            report.skipped
-        ));
+        report.trouble.push(format!("{} device tests were skipped, though there is a device", report.skipped));
     }
     if report.passed + report.failed == 0 && options.filter.is_none() {
-        report
-            .trouble
-            .push("no device test ran in the test machine".to_owned());
+        report.trouble.push("no device test ran in the test machine".to_owned());
     }
     Ok(report)
 }
@@ -183,10 +136,7 @@ fn finish(name: &str, parts: &[(&str, &Report)], start: Instant) -> Result<()> {
     heading(&format!("result, after {} s", start.elapsed().as_secs()));
     let mut sum = Report::default();
     for (place, report) in parts {
-        println!(
-            "{place}: {} passed, {} failed, {} ignored",
-            report.passed, report.failed, report.ignored
-        );
+        println!("{place}: {} passed, {} failed, {} ignored", report.passed, report.failed, report.ignored);
         for trouble in &report.trouble {
             println!("{place}: {trouble}");
         }

@@ -63,18 +63,11 @@ impl Request {
 ///
 /// When a program fails or the kernel's trace is not as expected.
 pub(crate) fn run(request: &Request) -> Result<()> {
-    process::run(
-        Command::new("mount")
-            .args(["-t", "tracefs", "tracefs", TRACING])
-            .stderr(Stdio::null()),
-    )
-    .or_else(|error| {
-        if Path::new(TRACING).join("trace").exists() {
-            Ok(())
-        } else {
-            Err(error)
-        }
-    })?;
+    process::run(Command::new("mount").args(["-t", "tracefs", "tracefs", TRACING]).stderr(Stdio::null())).or_else(
+        |error| {
+            if Path::new(TRACING).join("trace").exists() { Ok(()) } else { Err(error) }
+        },
+    )?;
     trace_file("trace_clock", "mono")?;
     trace_file("events/rdma_cma/cm_send_rtu/enable", "1")?;
     trace_file("events/rdma_cma/cm_disconnect/enable", "1")?;
@@ -115,27 +108,11 @@ impl Runs {
     fn measure(&mut self, program: &Path, size: u32, pings: u32) -> Result<f64> {
         self.port += 1;
         let port = self.port.to_string();
-        let arguments = [
-            "-a",
-            ADDRESS,
-            "-p",
-            &port,
-            "-S",
-            &size.to_string(),
-            "-C",
-            &pings.to_string(),
-        ];
+        let arguments = ["-a", ADDRESS, "-p", &port, "-S", &size.to_string(), "-C", &pings.to_string()];
         let start = |role: &str| {
             let mut command = Command::new(program);
-            command
-                .arg(role)
-                .args(arguments)
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::null());
-            command
-                .spawn()
-                .with_context(|| format!("cannot start {}", program.display()))
+            command.arg(role).args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            command.spawn().with_context(|| format!("cannot start {}", program.display()))
         };
         let mut server = start("-s")?;
         wait_for_listener(&port, &mut server)?;
@@ -156,8 +133,7 @@ impl Runs {
 }
 
 fn trace_file(name: &str, value: &str) -> Result<()> {
-    fs::write(Path::new(TRACING).join(name), value)
-        .with_context(|| format!("cannot write to {TRACING}/{name}"))
+    fs::write(Path::new(TRACING).join(name), value).with_context(|| format!("cannot write to {TRACING}/{name}"))
 }
 
 /// Waits until the kernel shows a listening id on the port.
@@ -199,14 +175,8 @@ fn duration(trace: &str) -> Option<f64> {
     for line in trace.lines().filter(|line| !line.starts_with('#')) {
         // `rping-173 [000] ..... 8.169249: cm_send_rtu: cm.id=0 src=...`
         let words: Vec<_> = line.split_whitespace().collect();
-        let event = words
-            .iter()
-            .position(|word| matches!(*word, "cm_send_rtu:" | "cm_disconnect:"))?;
-        let seconds: f64 = words
-            .get(event.checked_sub(1)?)?
-            .strip_suffix(':')?
-            .parse()
-            .ok()?;
+        let event = words.iter().position(|word| matches!(*word, "cm_send_rtu:" | "cm_disconnect:"))?;
+        let seconds: f64 = words.get(event.checked_sub(1)?)?.strip_suffix(':')?.parse().ok()?;
         match (words[event], start) {
             ("cm_send_rtu:", None) => start = Some(seconds),
             ("cm_disconnect:", Some(start)) => return Some((seconds - start) * 1e6),

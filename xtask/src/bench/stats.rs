@@ -17,16 +17,8 @@ impl Spread {
         assert!(!values.is_empty(), "a median needs values");
         values.sort_by(|a, b| a.partial_cmp(b).expect("times are numbers"));
         let middle = values.len() / 2;
-        let median = if values.len() % 2 == 1 {
-            values[middle]
-        } else {
-            (values[middle - 1] + values[middle]) / 2.0
-        };
-        Self {
-            min: values[0],
-            median,
-            max: values[values.len() - 1],
-        }
+        let median = if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 };
+        Self { min: values[0], median, max: values[values.len() - 1] }
     }
 }
 
@@ -68,22 +60,8 @@ mod tests {
 
     #[test]
     fn the_median_is_the_middle_value_or_the_mean_of_two() {
-        assert_eq!(
-            Spread::of([3.0, 1.0, 2.0]),
-            Spread {
-                min: 1.0,
-                median: 2.0,
-                max: 3.0
-            }
-        );
-        assert_eq!(
-            Spread::of([4.0, 1.0, 2.0, 3.0]),
-            Spread {
-                min: 1.0,
-                median: 2.5,
-                max: 4.0
-            }
-        );
+        assert_eq!(Spread::of([3.0, 1.0, 2.0]), Spread { min: 1.0, median: 2.0, max: 3.0 });
+        assert_eq!(Spread::of([4.0, 1.0, 2.0, 3.0]), Spread { min: 1.0, median: 2.5, max: 4.0 });
         assert_eq!(Spread::of([7.0]).median, 7.0);
     }
 
@@ -91,14 +69,7 @@ mod tests {
     fn a_disturbed_pair_does_not_change_the_ratio() {
         let pairs = [(10.0, 5.0), (100.0, 50.0), (12.0, 6.0)].map(|(c, ours)| Pair { c, ours });
         let comparison = Comparison::of(&pairs);
-        assert_eq!(
-            comparison.ratio,
-            Spread {
-                min: 0.5,
-                median: 0.5,
-                max: 0.5
-            }
-        );
+        assert_eq!(comparison.ratio, Spread { min: 0.5, median: 0.5, max: 0.5 });
         assert_eq!(comparison.c.median, 12.0);
         assert_eq!(comparison.ours.median, 6.0);
     }

@@ -26,16 +26,10 @@ pub(super) fn tokens(text: &str) -> Vec<Token<'_>> {
         }
         if c.is_alphabetic() || c == '_' || c.is_ascii_digit() {
             let rest = &text[at..];
-            let end = rest
-                .find(|c: char| !c.is_alphanumeric() && c != '_')
-                .unwrap_or(rest.len());
+            let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
             let word = &rest[..end];
             in_use |= word == "use";
-            tokens.push(Token {
-                word,
-                line,
-                in_path: in_use || after_colons,
-            });
+            tokens.push(Token { word, line, in_path: in_use || after_colons });
             after_colons = false;
             at += end;
             continue;
@@ -96,9 +90,7 @@ fn block_comment(text: &str) -> usize {
 
 /// `r"..."`, `r#"..."#`, `br"..."` and so on.
 fn raw_string(text: &str) -> Option<usize> {
-    let after_prefix = ["r", "br", "cr"]
-        .iter()
-        .find_map(|prefix| text.strip_prefix(prefix))?;
+    let after_prefix = ["r", "br", "cr"].iter().find_map(|prefix| text.strip_prefix(prefix))?;
     let hashes = after_prefix.len() - after_prefix.trim_start_matches('#').len();
     let body = after_prefix[hashes..].strip_prefix('"')?;
     let end = format!("\"{}", "#".repeat(hashes));
@@ -122,11 +114,7 @@ fn quoted(text: &str, quote: char) -> usize {
 /// Whether a `'` begins a character and not a lifetime.
 fn is_character(text: &str) -> bool {
     let mut chars = text.chars();
-    chars.next() == Some('\'')
-        && matches!(
-            (chars.next(), chars.next()),
-            (Some('\\'), _) | (_, Some('\''))
-        )
+    chars.next() == Some('\'') && matches!((chars.next(), chars.next()), (Some('\\'), _) | (_, Some('\'')))
 }
 
 #[cfg(test)]
@@ -147,26 +135,16 @@ mod tests {
 
     #[test]
     fn lifetimes_and_raw_names_are_no_literals() {
-        assert_eq!(
-            words("fn f<'a>(x: &'a u8) -> char"),
-            ["fn", "f", "a", "x", "a", "u8", "char"]
-        );
+        assert_eq!(words("fn f<'a>(x: &'a u8) -> char"), ["fn", "f", "a", "x", "a", "u8", "char"]);
         assert_eq!(words("r#type bar \"x\" b"), ["r", "type", "bar", "b"]);
     }
 
     #[test]
     fn paths_and_uses_are_marked() {
         let marked = |text| -> Vec<&str> {
-            tokens(text)
-                .into_iter()
-                .filter(|token| token.in_path)
-                .map(|token| token.word)
-                .collect()
+            tokens(text).into_iter().filter(|token| token.in_path).map(|token| token.word).collect()
         };
         assert_eq!(marked("let a = b::c; d"), ["b", "c"]);
-        assert_eq!(
-            marked("use a::{b, c as d}; e"),
-            ["use", "a", "b", "c", "as", "d"]
-        );
+        assert_eq!(marked("use a::{b, c as d}; e"), ["use", "a", "b", "c", "as", "d"]);
     }
 }

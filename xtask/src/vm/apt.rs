@@ -21,18 +21,13 @@ pub(crate) fn find_dependency(metapackages: &[String], prefix: &str) -> Result<S
     }
     refresh(&format!("no package {prefix}* is known"))?;
     look_up(metapackages, prefix)?.with_context(|| {
-        format!(
-            "no package {prefix}* is known to apt: {} are not in its sources",
-            metapackages.join(" and ")
-        )
+        format!("no package {prefix}* is known to apt: {} are not in its sources", metapackages.join(" and "))
     })
 }
 
 fn look_up(metapackages: &[String], prefix: &str) -> Result<Option<String>> {
     for metapackage in metapackages {
-        let found = dependencies(metapackage)?
-            .into_iter()
-            .find(|package| package.starts_with(prefix));
+        let found = dependencies(metapackage)?.into_iter().find(|package| package.starts_with(prefix));
         if found.is_some() {
             return Ok(found);
         }
@@ -46,10 +41,7 @@ fn look_up(metapackages: &[String], prefix: &str) -> Result<Option<String>> {
 ///
 /// When apt-cache cannot be started.
 pub(crate) fn dependencies(package: &str) -> Result<Vec<String>> {
-    let listing = Command::new("apt-cache")
-        .args(["depends", package])
-        .output()
-        .context("cannot start `apt-cache`")?;
+    let listing = Command::new("apt-cache").args(["depends", package]).output().context("cannot start `apt-cache`")?;
     Ok(String::from_utf8_lossy(&listing.stdout)
         .lines()
         .filter_map(|line| line.trim().strip_prefix("Depends: "))
@@ -74,17 +66,12 @@ pub(crate) fn download(folder: &Path, package: &str) -> Result<PathBuf> {
             return Ok(entry.path());
         }
     }
-    bail!(
-        "`apt-get download {package}` left no file in {}",
-        folder.display()
-    )
+    bail!("`apt-get download {package}` left no file in {}", folder.display())
 }
 
 fn download_command(folder: &Path, package: &str) -> Command {
     let mut command = Command::new("apt-get");
-    command
-        .current_dir(folder)
-        .args(["download", "-q", package]);
+    command.current_dir(folder).args(["download", "-q", package]);
     if setup::is_root() {
         // apt drops root for downloads, and then cannot write into our folder.
         command.args(["-o", "APT::Sandbox::User=root"]);
@@ -98,9 +85,5 @@ fn refresh(why: &str) -> Result<()> {
         bail!("{why}: run `sudo apt-get update` and try again");
     }
     eprintln!("{why}: refreshing the package lists");
-    process::run(
-        Command::new("apt-get")
-            .args(["update", "-q"])
-            .stdout(Stdio::null()),
-    )
+    process::run(Command::new("apt-get").args(["update", "-q"]).stdout(Stdio::null()))
 }

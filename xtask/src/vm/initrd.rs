@@ -19,15 +19,7 @@ const BOOT_MODULES: &[&str] = &["virtio_pci", "9pnet_virtio", "9p", "overlay"];
 
 /// Modules for the RDMA stack. crc32_generic: rxe asks the kernel's crypto API for it, and there is no modprobe in the guest
 /// that would load it (6.12 then refuses to make a device).
-const RDMA_MODULES: &[&str] = &[
-    "crc32_generic",
-    "veth",
-    "dummy",
-    "sch_netem",
-    "rdma_rxe",
-    "rdma_ucm",
-    "ib_umad",
-];
+const RDMA_MODULES: &[&str] = &["crc32_generic", "veth", "dummy", "sch_netem", "rdma_rxe", "rdma_ucm", "ib_umad"];
 
 /// Modules that siw needs; `guest/siw.sh` loads them.
 const SIW_MODULES: &[&str] = &["iw_cm", "crc32c_generic", "libcrc32c"];
@@ -41,11 +33,7 @@ pub(crate) fn prepare(kernel: &Kernel, siw: Option<&Path>, cache: &Path) -> Resu
     // The name tells what is inside, so that an edited init or a new kernel never meets an old initrd.
     let mut contents = DefaultHasher::new();
     (INIT, &kernel.release, BOOT_MODULES, RDMA_MODULES, siw).hash(&mut contents);
-    let name = format!(
-        "initrd-{}-{:016x}.img",
-        kernel.series.name(),
-        contents.finish()
-    );
+    let name = format!("initrd-{}-{:016x}.img", kernel.series.name(), contents.finish());
     let path = cache.join(&name);
     if path.exists() {
         return Ok(path);
@@ -61,11 +49,7 @@ pub(crate) fn prepare(kernel: &Kernel, siw: Option<&Path>, cache: &Path) -> Resu
     archive.file("init", 0o755, INIT.as_bytes());
     archive.file("bin/busybox", 0o755, &read("/bin/busybox".as_ref())?);
     let mut known = HashSet::new();
-    for (list, modules) in [
-        ("boot", BOOT_MODULES),
-        ("rdma", RDMA_MODULES),
-        ("siw", SIW_MODULES),
-    ] {
+    for (list, modules) in [("boot", BOOT_MODULES), ("rdma", RDMA_MODULES), ("siw", SIW_MODULES)] {
         let mut names = add_modules(&mut archive, kernel, modules, &mut known)?;
         if let ("siw", Some(file)) = (list, siw) {
             archive.file("mods/siw.ko", 0o644, &read(file)?);
@@ -80,29 +64,19 @@ pub(crate) fn prepare(kernel: &Kernel, siw: Option<&Path>, cache: &Path) -> Resu
 }
 
 /// Adds modules with all that they need and returns their file names in loading order, one a line.
-fn add_modules(
-    archive: &mut Cpio,
-    kernel: &Kernel,
-    modules: &[&str],
-    known: &mut HashSet<String>,
-) -> Result<String> {
+fn add_modules(archive: &mut Cpio, kernel: &Kernel, modules: &[&str], known: &mut HashSet<String>) -> Result<String> {
     let mut names = String::new();
     for module in modules {
         for file in kernel.module_files(module)? {
-            let name = file
-                .file_name()
-                .context("a module's path ends in its file")?;
+            let name = file.file_name().context("a module's path ends in its file")?;
             let name = name.to_string_lossy();
             let packed = name.ends_with(".xz");
             let name = name.trim_end_matches(".xz").to_owned();
             if known.contains(&name) {
                 continue;
             }
-            let contents = if packed {
-                process::output(Command::new("xz").arg("-dc").arg(&file))?
-            } else {
-                read(&file)?
-            };
+            let contents =
+                if packed { process::output(Command::new("xz").arg("-dc").arg(&file))? } else { read(&file)? };
             archive.file(&format!("mods/{name}"), 0o644, &contents);
             names.push_str(&name);
             names.push('\n');
@@ -142,25 +116,10 @@ impl Cpio {
         let size = u32::try_from(contents.len()).expect("no file in an initrd has 4 GiB");
         let name_size = u32::try_from(name.len() + 1).expect("names are short");
         // inode, mode, uid, gid, links, mtime, size, device (2), special device (2), name size, checksum
-        let fields = [
-            self.entries,
-            mode,
-            0,
-            0,
-            1,
-            0,
-            size,
-            0,
-            0,
-            0,
-            0,
-            name_size,
-            0,
-        ];
+        let fields = [self.entries, mode, 0, 0, 1, 0, size, 0, 0, 0, 0, name_size, 0];
         self.bytes.extend_from_slice(b"070701");
         for field in fields {
-            self.bytes
-                .extend_from_slice(format!("{field:08x}").as_bytes());
+            self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
         }
         self.bytes.extend_from_slice(name.as_bytes());
         self.bytes.push(0);
@@ -190,11 +149,7 @@ mod tests {
         assert_eq!(text.find("070701"), Some(0));
         assert_eq!(&text[110..113], "bin");
         assert_eq!(&text[116..122], "070701");
-        assert_eq!(
-            &text[116 + 14..116 + 22],
-            "000081ed",
-            "the mode of an executable file"
-        );
+        assert_eq!(&text[116 + 14..116 + 22], "000081ed", "the mode of an executable file");
         assert_eq!(&text[116 + 54..116 + 62], "00000005", "the size");
         assert_eq!(text.matches("070701").count(), 3);
         assert!(text.contains("TRAILER!!!"));

@@ -34,10 +34,7 @@ impl Series {
     /// Packages that depend on the newest kernel of this series. Debian's cloud kernels are not among them: they have
     /// neither rdma_rxe nor 9p.
     fn metapackages(self) -> [String; 2] {
-        [
-            format!("linux-image-{}-amd64", self.name()),
-            "linux-image-amd64".to_owned(),
-        ]
+        [format!("linux-image-{}-amd64", self.name()), "linux-image-amd64".to_owned()]
     }
 }
 
@@ -74,10 +71,7 @@ impl Kernel {
         let unfinished = cache.join(format!("{}.unfinished", series.name()));
         remove_folder(&unfinished)?;
         fs::create_dir_all(&unfinished)?;
-        let package = apt::find_dependency(
-            &series.metapackages(),
-            &format!("linux-image-{}.", series.name()),
-        )?;
+        let package = apt::find_dependency(&series.metapackages(), &format!("linux-image-{}.", series.name()))?;
         let release = package.trim_start_matches("linux-image-").to_owned();
         eprintln!("test machine: downloading {package} (about 100 MB, once)");
         let archive = apt::download(&unfinished, &package)?;
@@ -88,29 +82,17 @@ impl Kernel {
             .with_context(|| format!("cannot unpack {}", compressed.display()))?;
         fs::write(unfinished.join("vmlinux"), vmlinux)?;
         process::run(
-            Command::new("depmod")
-                .arg("-b")
-                .arg(&unfinished)
-                .arg(&release)
-                .stderr(Stdio::null()), // it warns that modules that we do not unpack are missing
+            Command::new("depmod").arg("-b").arg(&unfinished).arg(&release).stderr(Stdio::null()), // it warns that modules that we do not unpack are missing
         )?;
         fs::write(unfinished.join("release"), &release)?;
         remove_folder(&folder)?;
         fs::rename(&unfinished, &folder)?;
-        Ok(Self {
-            series,
-            release,
-            folder,
-        })
+        Ok(Self { series, release, folder })
     }
 
     fn open(series: Series, folder: &Path) -> Option<Self> {
         let release = fs::read_to_string(folder.join("release")).ok()?;
-        Some(Self {
-            series,
-            release,
-            folder: folder.to_path_buf(),
-        })
+        Some(Self { series, release, folder: folder.to_path_buf() })
     }
 
     /// The kernel as an ELF file. qemu starts it directly, which spares the emulated CPU the decompression (3 s).
@@ -145,8 +127,7 @@ pub(crate) fn lock(cache: &Path, name: &str) -> Result<File> {
     fs::create_dir_all(cache).with_context(|| format!("cannot make {}", cache.display()))?;
     let path = cache.join(format!("{name}.lock"));
     let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
-    file.lock()
-        .with_context(|| format!("cannot lock {}", path.display()))?;
+    file.lock().with_context(|| format!("cannot lock {}", path.display()))?;
     Ok(file)
 }
 
@@ -168,14 +149,9 @@ fn unpack(archive: &Path, folder: &Path) -> Result<()> {
         .stdout(Stdio::piped())
         .spawn()
         .context("cannot start `dpkg-deb`")?;
-    let tar_input = dpkg
-        .stdout
-        .take()
-        .expect("the output was asked to be a pipe");
+    let tar_input = dpkg.stdout.take().expect("the output was asked to be a pipe");
     let mut tar = Command::new("tar");
-    tar.args(["-x", "--wildcards", "-C"])
-        .arg(folder)
-        .arg("./boot/vmlinuz-*");
+    tar.args(["-x", "--wildcards", "-C"]).arg(folder).arg("./boot/vmlinuz-*");
     for part in [
         "modules.*",
         "kernel/arch/x86/crypto/*",
@@ -190,11 +166,7 @@ fn unpack(archive: &Path, folder: &Path) -> Result<()> {
         tar.arg(format!("./lib/modules/*/{part}"));
     }
     process::run(tar.stdin(tar_input))?;
-    ensure!(
-        dpkg.wait()?.success(),
-        "dpkg-deb cannot read {}",
-        archive.display()
-    );
+    ensure!(dpkg.wait()?.success(), "dpkg-deb cannot read {}", archive.display());
     Ok(())
 }
 
@@ -214,9 +186,7 @@ fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
     };
     let start = (setup_sectors + 1) * 512 + word(PAYLOAD_OFFSET)?;
     let end = start + word(PAYLOAD_LENGTH)?;
-    let payload = image
-        .get(start..end)
-        .context("the payload is not inside of the file")?;
+    let payload = image.get(start..end).context("the payload is not inside of the file")?;
     // The kernel's build appends the unpacked size to xz and zstd files (4 bytes); gzip has it in its own format.
     let (program, data) = if payload.starts_with(b"\xfd7zXZ\0") {
         ("xz", &payload[..payload.len() - 4])
@@ -228,10 +198,7 @@ fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
         bail!("the kernel is compressed in a way that is neither xz, zstd nor gzip");
     };
     let vmlinux = process::filter(Command::new(program).arg("-dc"), data)?;
-    ensure!(
-        vmlinux.starts_with(b"\x7fELF"),
-        "the payload is not an ELF file"
-    );
+    ensure!(vmlinux.starts_with(b"\x7fELF"), "the payload is not an ELF file");
     Ok(vmlinux)
 }
 
@@ -252,16 +219,10 @@ mod tests {
     fn the_kernel_is_unpacked_from_gzip_and_xz() {
         let kernel = b"\x7fELF and the rest";
         let packed = process::filter(Command::new("gzip").arg("-c"), kernel).expect("gzip runs");
-        assert_eq!(
-            extract_vmlinux(&image(&packed)).expect("it is a kernel"),
-            kernel
-        );
+        assert_eq!(extract_vmlinux(&image(&packed)).expect("it is a kernel"), kernel);
         let mut packed = process::filter(Command::new("xz").arg("-c"), kernel).expect("xz runs");
         packed.extend_from_slice(&(kernel.len() as u32).to_le_bytes());
-        assert_eq!(
-            extract_vmlinux(&image(&packed)).expect("it is a kernel"),
-            kernel
-        );
+        assert_eq!(extract_vmlinux(&image(&packed)).expect("it is a kernel"), kernel);
     }
 
     #[test]

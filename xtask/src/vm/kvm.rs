@@ -26,12 +26,7 @@ const PROBE_STATUS: i32 = 85;
 ///
 /// When the answer cannot be written. A qemu that does not start is the answer "no".
 pub(crate) fn works(kernel: &Path, initrd: &Path, cache: &Path) -> Result<bool> {
-    if fs::File::options()
-        .read(true)
-        .write(true)
-        .open("/dev/kvm")
-        .is_err()
-    {
+    if fs::File::options().read(true).write(true).open("/dev/kvm").is_err() {
         return Ok(false);
     }
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -59,10 +54,7 @@ fn boots(kernel: &Path, initrd: &Path) -> Result<bool> {
         console: Path::new("/dev/null"),
     };
     let mut command = hardware.command();
-    command
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let Ok(mut qemu) = command.spawn() else {
         return Ok(false);
     };

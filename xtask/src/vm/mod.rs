@@ -123,10 +123,7 @@ impl Machine {
     /// When the machine cannot be prepared or started, or the run was interrupted. A command that fails and a guest that dies
     /// are no errors, but a status in the [`Outcome`].
     pub(crate) fn run(&self, command: &[String]) -> Result<Outcome> {
-        ensure!(
-            !command.is_empty(),
-            "no command was given: cargo xtask vm -- COMMAND"
-        );
+        ensure!(!command.is_empty(), "no command was given: cargo xtask vm -- COMMAND");
         ensure!(
             cfg!(target_arch = "x86_64"),
             "the test machine is an x86-64 one, with the host's own programs in it: it needs an x86-64 host"
@@ -134,11 +131,7 @@ impl Machine {
         catch_interrupts()?;
         let cache = process::target_dir().join("vm");
         let kernel = Kernel::prepare(self.kernel, &cache)?;
-        let siw = if self.siw {
-            Some(siw::prepare(&kernel, &cache)?)
-        } else {
-            None
-        };
+        let siw = if self.siw { Some(siw::prepare(&kernel, &cache)?) } else { None };
         let initrd = initrd::prepare(&kernel, siw.as_deref(), &cache)?;
         let accelerator = if self.instruction_count {
             Accelerator::InstructionCount
@@ -208,10 +201,7 @@ impl Machine {
         let library = process::workspace_root().join("xtask/guest");
         set("RDMACM_TEST_MACHINE", "1");
         set("RDMACM_GUEST_LIB", &library.to_string_lossy());
-        let last_words = self
-            .timeout
-            .saturating_sub(LAST_WORDS)
-            .max(self.timeout / 3);
+        let last_words = self.timeout.saturating_sub(LAST_WORDS).max(self.timeout / 3);
         set("LAST_WORDS_AFTER", &last_words.as_secs().to_string());
         set("PAIR_MTU", &self.mtu.to_string());
         set("PAIR_NETEM", if self.netem { "1" } else { "0" });
@@ -233,12 +223,10 @@ impl Machine {
 }
 
 fn is_passed(name: &str) -> bool {
-    PASSED_VARIABLES
-        .iter()
-        .any(|passed| match passed.strip_suffix('*') {
-            Some(prefix) => name.starts_with(prefix),
-            None => name == *passed,
-        })
+    PASSED_VARIABLES.iter().any(|passed| match passed.strip_suffix('*') {
+        Some(prefix) => name.starts_with(prefix),
+        None => name == *passed,
+    })
 }
 
 /// Why qemu ended.
@@ -257,10 +245,7 @@ fn boot(command: &mut Command, timeout: Duration) -> Result<(End, String)> {
         .stdout(Stdio::piped())
         .spawn()
         .context("cannot start qemu-system-x86_64; `cargo xtask setup` installs it")?;
-    let stdout = qemu
-        .stdout
-        .take()
-        .expect("the output was asked to be a pipe");
+    let stdout = qemu.stdout.take().expect("the output was asked to be a pipe");
     let copier = std::thread::spawn(move || process::copy_output(stdout));
     let deadline = Instant::now() + timeout;
     let end = loop {
@@ -286,13 +271,10 @@ fn boot(command: &mut Command, timeout: Duration) -> Result<(End, String)> {
 /// Says why there is no result, and what the guest's console showed last, unless the kernel's complaints are shown anyway.
 fn explain(end: End, timeout: Duration, console: &str, show_console: bool) {
     match end {
-        End::TimedOut => eprintln!(
-            "test machine: no result after {} s (--timeout), the guest was ended",
-            timeout.as_secs()
-        ),
-        End::Exited => eprintln!(
-            "test machine: no result, the guest ended by itself: its kernel died or did not boot"
-        ),
+        End::TimedOut => {
+            eprintln!("test machine: no result after {} s (--timeout), the guest was ended", timeout.as_secs())
+        }
+        End::Exited => eprintln!("test machine: no result, the guest ended by itself: its kernel died or did not boot"),
     }
     if show_console {
         let lines: Vec<_> = console.lines().collect();
@@ -325,8 +307,7 @@ impl Share {
         let _guard = kernel::lock(cache, "runs")?;
         for entry in fs::read_dir(&runs)? {
             let left = entry?.path();
-            let abandoned =
-                File::open(left.join("lock")).map_or(true, |lock| lock.try_lock().is_ok());
+            let abandoned = File::open(left.join("lock")).map_or(true, |lock| lock.try_lock().is_ok());
             if abandoned {
                 let _ = fs::remove_dir_all(left); // another user's: not ours to remove
             }
@@ -336,10 +317,7 @@ impl Share {
         fs::create_dir_all(&folder)?;
         let lock = File::create(folder.join("lock"))?;
         lock.lock()?;
-        Ok(Self {
-            folder,
-            lock: Some(lock),
-        })
+        Ok(Self { folder, lock: Some(lock) })
     }
 }
 

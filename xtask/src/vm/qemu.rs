@@ -66,30 +66,13 @@ impl Hardware<'_> {
                 ("Nehalem", "clearcpuid=rep_good")
             }
         };
-        qemu.args([
-            "-cpu",
-            cpu,
-            "-m",
-            self.memory,
-            "-smp",
-            &self.cpus.to_string(),
-        ]);
+        qemu.args(["-cpu", cpu, "-m", self.memory, "-smp", &self.cpus.to_string()]);
         qemu.args(["-machine", "q35,hpet=off,smm=off,vmport=off,i8042=off"]);
-        qemu.args([
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-no-reboot",
-        ]);
-        qemu.arg("-serial")
-            .arg(format!("file:{}", self.console.display()));
+        qemu.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+        qemu.arg("-serial").arg(format!("file:{}", self.console.display()));
         // A write to this port ends qemu at once; a clean power-off would take seconds.
         qemu.args(["-device", "isa-debug-exit,iobase=0xf4,iosize=4"]);
-        qemu.arg("-kernel")
-            .arg(self.kernel)
-            .arg("-initrd")
-            .arg(self.initrd);
+        qemu.arg("-kernel").arg(self.kernel).arg("-initrd").arg(self.initrd);
         // panic=-1 with -no-reboot: a panic ends qemu. An oops is a panic; a warning is found in the log afterwards.
         qemu.arg("-append").arg(format!(
             "console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable no_timer_check nokaslr \
@@ -102,16 +85,10 @@ impl Hardware<'_> {
 
 /// Adds a host folder that the guest can mount by `tag`.
 pub(crate) fn share_folder(qemu: &mut Command, tag: &str, folder: &Path, read_only: bool) {
-    let mut device = format!(
-        "local,id={tag},path={},security_model=none,multidevs=remap",
-        folder.display()
-    );
+    let mut device = format!("local,id={tag},path={},security_model=none,multidevs=remap", folder.display());
     if read_only {
         device.push_str(",readonly=on");
     }
     qemu.arg("-fsdev").arg(device);
-    qemu.args([
-        "-device",
-        &format!("virtio-9p-pci,fsdev={tag},mount_tag={tag}"),
-    ]);
+    qemu.args(["-device", &format!("virtio-9p-pci,fsdev={tag},mount_tag={tag}")]);
 }

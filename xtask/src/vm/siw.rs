@@ -25,10 +25,7 @@ pub(crate) fn prepare(kernel: &Kernel, cache: &Path) -> Result<PathBuf> {
     if module.exists() {
         return Ok(module);
     }
-    eprintln!(
-        "test machine: building siw for Linux {} (about 160 MB of downloads, once)",
-        kernel.release
-    );
+    eprintln!("test machine: building siw for Linux {} (about 160 MB of downloads, once)", kernel.release);
     let folder = cache.join("siw.unfinished");
     remove_folder(&folder)?;
     fs::create_dir_all(&folder)?;
@@ -65,8 +62,7 @@ fn unpack_headers(kernel: &Kernel, folder: &Path) -> Result<PathBuf> {
     let headers = folder.join(format!("usr/src/linux-headers-{release}"));
     // The makefile includes the common one by its installed path.
     let makefile = headers.join("Makefile");
-    let text = fs::read_to_string(&makefile)
-        .with_context(|| format!("cannot read {}", makefile.display()))?;
+    let text = fs::read_to_string(&makefile).with_context(|| format!("cannot read {}", makefile.display()))?;
     let here = format!("{}/usr/src/", folder.display());
     fs::write(&makefile, text.replace("/usr/src/", &here))?;
     Ok(headers)
@@ -79,24 +75,14 @@ fn unpack_source(series: Series, folder: &Path) -> Result<PathBuf> {
     let source = folder.join("siw");
     fs::create_dir_all(&source)?;
     // The package holds a tar file of the whole kernel: dpkg-deb | tar | tar, without storing it.
-    let mut dpkg = Command::new("dpkg-deb")
-        .arg("--fsys-tarfile")
-        .arg(&archive)
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let package = dpkg
-        .stdout
-        .take()
-        .expect("the output was asked to be a pipe");
+    let mut dpkg = Command::new("dpkg-deb").arg("--fsys-tarfile").arg(&archive).stdout(Stdio::piped()).spawn()?;
+    let package = dpkg.stdout.take().expect("the output was asked to be a pipe");
     let mut outer = Command::new("tar")
         .args(["-xO", &format!("./usr/src/{name}.tar.xz")])
         .stdin(package)
         .stdout(Stdio::piped())
         .spawn()?;
-    let kernel = outer
-        .stdout
-        .take()
-        .expect("the output was asked to be a pipe");
+    let kernel = outer.stdout.take().expect("the output was asked to be a pipe");
     process::run(
         Command::new("tar")
             .args(["-xJ", "--strip-components=5", "-C"])
