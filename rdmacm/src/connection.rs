@@ -35,7 +35,7 @@ const RELEASE_DEADLINE: Duration = Duration::from_secs(1);
 /// # fn main() -> Result<(), rdmacm::Error> {
 /// let mut connection = Connection::connect("10.1.2.3:7471")?;
 /// // The listener's first message says where its memory is.
-/// let mut region = [0; RemoteRegion::ENCODED_LEN];
+/// let mut region = [0; 24];
 /// connection.recv(&mut region)?;
 /// let remote = RemoteRegion::from_bytes(&region);
 ///

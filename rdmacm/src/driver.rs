@@ -4,8 +4,10 @@
 //! It waits for the channel, for a command, or for the nearest deadline; turns what it finds into an input of the id's
 //! machine (`proto`), and carries out the machine's outputs. It never holds a lock and makes only calls that return at once.
 
+mod slot;
+
 use std::collections::{BTreeSet, HashMap};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,21 +16,16 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, TrySendError};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use verbs::{CloseReason, Control};
+use verbs::CloseReason;
 
 use crate::channel::{ConnectionDepths, Events, Received};
-use crate::error::{Error, FailureContext};
 use crate::handle::{Claim, Command, ConnectPlan, ListenNotice, Mailbox, Notice, Request};
-use crate::id::{Id, Key, Parameters};
+use crate::id::{Id, Key};
 use crate::options::ListenPlan;
 use crate::private_data::PrivateData;
-use crate::proto::connection::{self, Connection};
-use crate::proto::listener::Listener;
-use crate::proto::{self, Call, Closed, Event, Failure, Input, Output, Step};
+use crate::proto::{self, Call, Input, Output, Step};
 use crate::sys::{CallError, IdOption};
-
-/// What the kernel is given on top of our deadline, so that ours comes first.
-const KERNEL_MARGIN: Duration = Duration::from_millis(200);
+use slot::{ConnectionSlot, Details, ListenerSlot, Slot};
 
 /// The thread's state.
 #[derive(Debug)]
@@ -38,57 +35,6 @@ pub(crate) struct Driver {
     events: Events,
     commands: Receiver<Command>,
     mailbox: Arc<Mailbox>,
-}
-
-/// One id and what belongs to it.
-#[derive(Debug)]
-enum Slot {
-    Connection(Box<ConnectionSlot>),
-    Listener(Box<ListenerSlot>),
-}
-
-/// Dropped in this order: the id first, so that no call can reach the queue pair that `control` keeps alive.
-#[derive(Debug)]
-struct ConnectionSlot {
-    id: Id,
-    control: Option<Control>,
-    machine: Connection,
-    notices: Sender<Notice>,
-    /// Sent when the id is gone.
-    farewell: Option<Notice>,
-    role: Role,
-    peer: SocketAddr,
-    started: Instant,
-    /// The end of the step that [`Output::Arm`] starts next.
-    deadline: Instant,
-    /// The entry of this id in `deadlines`.
-    armed: Option<Instant>,
-    parameters: Parameters,
-}
-
-#[derive(Debug)]
-enum Role {
-    Active(ConnectPlan),
-    /// With the claim on the request while it is in the queue.
-    Passive(Claim),
-}
-
-#[derive(Debug)]
-struct ListenerSlot {
-    id: Id,
-    machine: Listener,
-    plan: ListenPlan,
-    notices: Sender<ListenNotice>,
-    queue: Sender<Request>,
-    farewell: Option<ListenNotice>,
-}
-
-/// What an event brought with it, for the outputs that it causes.
-struct Details {
-    errno: Errno,
-    depths: ConnectionDepths,
-    private_data: PrivateData,
-    child: Option<Id>,
 }
 
 impl Driver {
@@ -218,20 +164,7 @@ impl Driver {
             }
         };
         log::debug!("id={} connects to {}", key.0, plan.destination);
-        let slot = ConnectionSlot {
-            id,
-            control: None,
-            machine: Connection::active(),
-            notices,
-            farewell: None,
-            peer: plan.destination,
-            started: plan.started,
-            deadline: plan.deadline,
-            armed: None,
-            parameters: Parameters::default(),
-            role: Role::Active(plan),
-        };
-        self.slots.insert(key, Slot::Connection(Box::new(slot)));
+        self.slots.insert(key, Slot::Connection(Box::new(ConnectionSlot::active(id, plan, notices))));
         self.feed(key, Input::Resolve, None);
     }
 
@@ -252,8 +185,7 @@ impl Driver {
                 return;
             }
         };
-        let slot = ListenerSlot { id, machine: Listener::new(), plan, notices, queue, farewell: None };
-        self.slots.insert(key, Slot::Listener(Box::new(slot)));
+        self.slots.insert(key, Slot::Listener(Box::new(ListenerSlot::new(id, plan, notices, queue))));
         self.feed(key, Input::Listen, None);
     }
 
@@ -271,11 +203,7 @@ impl Driver {
                 self.carry_out(key, outputs, details);
             }
             Some(Slot::Listener(slot)) => {
-                let before = slot.machine.state();
-                let outputs = slot.machine.on(input);
-                if slot.machine.state() != before {
-                    log::trace!("listener={} {before:?} -> {:?} on {input:?}", key.0, slot.machine.state());
-                }
+                let outputs = slot.advance(key, input);
                 self.carry_out(key, outputs, details);
             }
         }
@@ -305,11 +233,7 @@ impl Driver {
     fn call(&mut self, key: Key, call: Call) -> Result<(), CallError> {
         match self.slots.get(&key) {
             None => Ok(()),
-            Some(Slot::Listener(slot)) => match call {
-                Call::Bind => slot.id.bind(slot.plan.address),
-                Call::Listen => slot.id.listen(),
-                other => unreachable!("a listener's machine does not ask for {other:?}"),
-            },
+            Some(Slot::Listener(slot)) => slot.call(call),
             Some(Slot::Connection(slot)) => slot.call(call),
         }
     }
@@ -332,32 +256,26 @@ impl Driver {
     }
 
     fn tell(&mut self, key: Key, notice: proto::Notice, details: Option<Details>) {
-        match self.slots.get_mut(&key) {
-            None => {}
-            Some(Slot::Connection(slot)) => {
-                if !slot.tell(key, notice, details) && slot.machine.state().is_lent() {
+        match (self.slots.get_mut(&key), notice) {
+            (None, _) => {}
+            (Some(Slot::Connection(slot)), notice) => {
+                let heard = slot.tell(key, notice, details);
+                if !heard && slot.is_lent() {
                     // The user thread no longer waits, and the loan that it was offered is dropped.
                     self.feed(key, Input::BuildFailed, None);
                 }
             }
-            Some(Slot::Listener(slot)) => match notice {
-                proto::Notice::Offer => {
-                    if let Some(child) = details.and_then(|mut details| {
-                        let child = details.child.take()?;
-                        Offered::new(child, details)
-                    }) {
-                        self.offer(key, child);
-                    }
+            (Some(Slot::Listener(_)), proto::Notice::Offer) => {
+                if let Some(offered) = details.and_then(Offered::new) {
+                    self.offer(key, offered);
                 }
-                proto::Notice::Listening => {
-                    let local = slot.id.local_addr().unwrap_or(slot.plan.address);
-                    log::debug!("listener={} on {local}", key.0);
-                    let _ = slot.notices.send(ListenNotice::Listening { key, local });
+            }
+            (Some(Slot::Listener(slot)), notice) => {
+                if !slot.tell(key, notice) {
+                    // The user thread no longer waits for its listener.
+                    self.feed(key, Input::Release, None);
                 }
-                proto::Notice::Failed(Failure::Released) => slot.farewell = Some(ListenNotice::Released),
-                proto::Notice::Failed(failure) => slot.farewell = Some(ListenNotice::Failed(slot.error(failure))),
-                other => unreachable!("a listener's machine does not tell {other:?}"),
-            },
+            }
         }
     }
 
@@ -383,22 +301,8 @@ impl Driver {
             return;
         }
         log::debug!("id={} asks listener={} from {peer}", key.0, listener.0);
-        let now = Instant::now();
-        let deadline = now + slot.plan.queue_ttl;
-        let slot = ConnectionSlot {
-            id,
-            control: None,
-            machine: Connection::passive(),
-            notices,
-            farewell: None,
-            role: Role::Passive(claim),
-            peer,
-            started: now,
-            deadline,
-            armed: None,
-            parameters: Parameters::default(),
-        };
-        self.slots.insert(key, Slot::Connection(Box::new(slot)));
+        let ttl = slot.plan.queue_ttl;
+        self.slots.insert(key, Slot::Connection(Box::new(ConnectionSlot::passive(id, claim, peer, ttl, notices))));
         self.arm(key, Step::Queue);
     }
 
@@ -440,120 +344,6 @@ impl Drop for Driver {
     }
 }
 
-impl ConnectionSlot {
-    /// Whether a user thread took this queued request from under `input`, so that the id is lent to it. An input that
-    /// would end the request takes it away from the user threads instead.
-    fn was_taken(&self, input: Input) -> bool {
-        let Role::Passive(claim) = &self.role else { return false };
-        let here = self.machine.state();
-        if here != connection::State::Queued {
-            return false;
-        }
-        let mut probe = self.machine.clone();
-        probe.on(input);
-        let ends = !matches!(probe.state(), connection::State::Queued);
-        match input {
-            // Only a user thread that took the request can end its loan.
-            Input::Built | Input::BuildFailed | Input::Refused => true,
-            _ => ends && claim.take().is_none(),
-        }
-    }
-
-    fn advance(&mut self, key: Key, input: Input) -> Vec<Output> {
-        let before = self.machine.state();
-        let outputs = self.machine.on(input);
-        let after = self.machine.state();
-        if before == after {
-            log::trace!("id={} {before:?} on {input:?}", key.0);
-        } else {
-            log::trace!("id={} {before:?} -> {after:?} on {input:?}", key.0);
-        }
-        outputs
-    }
-
-    fn call(&self, call: Call) -> Result<(), CallError> {
-        debug_assert!(!self.machine.state().is_lent(), "{call:?} while the id is lent");
-        let left = || self.deadline.saturating_duration_since(Instant::now()) + KERNEL_MARGIN;
-        match (call, &self.role) {
-            (Call::ResolveAddr, Role::Active(plan)) => self.id.resolve_addr(plan.source, plan.destination, left()),
-            (Call::ResolveRoute, _) => self.id.resolve_route(left()),
-            (Call::Connect, _) => self.id.connect(&self.parameters),
-            (Call::Accept, _) => self.id.accept(&self.parameters),
-            (Call::Reject, _) => self.id.reject(&self.parameters.private_data),
-            (Call::Disconnect, _) => self.id.disconnect(),
-            (other, role) => unreachable!("a connection's machine does not ask for {other:?} as {role:?}"),
-        }
-    }
-
-    /// False if nobody listens any more.
-    fn tell(&mut self, key: Key, notice: proto::Notice, details: Option<Details>) -> bool {
-        let notice = match notice {
-            proto::Notice::Routed => {
-                let local = self.id.local_addr().unwrap_or(SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0));
-                Notice::Routed { key, loan: self.id.lend(), local }
-            }
-            proto::Notice::Established => {
-                let private_data = details.map(|details| details.private_data).unwrap_or_default();
-                log::debug!("id={} established with {} after {:?}", key.0, self.peer, self.started.elapsed());
-                Notice::Established { private_data }
-            }
-            proto::Notice::Failed(failure) => {
-                let error = self.error(failure, details);
-                log::debug!("id={} to {}: {error}", key.0, self.peer);
-                self.farewell = Some(Notice::Failed(error));
-                return true;
-            }
-            proto::Notice::Closed(closed) => {
-                log::debug!("id={} with {} closed: {closed:?}", key.0, self.peer);
-                if let Some(control) = &self.control {
-                    control.close(match closed {
-                        Closed::Peer => CloseReason::Peer,
-                        // A broken endpoint has recorded its cause, and the first cause stays.
-                        Closed::Local | Closed::LocalUnanswered | Closed::Broken => CloseReason::Local,
-                        Closed::DeviceRemoved => CloseReason::DeviceRemoved,
-                    });
-                }
-                Notice::Closed { answered: closed != Closed::LocalUnanswered }
-            }
-            proto::Notice::PathChanged(event) => {
-                // Advice: if the path is really gone, the next operation fails with the cause.
-                log::debug!("id={} path to {} changed ({event:?})", key.0, self.peer);
-                return true;
-            }
-            other @ (proto::Notice::Offer | proto::Notice::Listening) => {
-                unreachable!("a connection's machine does not tell {other:?}")
-            }
-        };
-        self.notices.send(notice).is_ok()
-    }
-
-    fn error(&self, failure: Failure, details: Option<Details>) -> Error {
-        let (errno, private_data) = details.map_or((Errno::EIO, PrivateData::default()), |d| (d.errno, d.private_data));
-        Error::from_failure(
-            failure,
-            &FailureContext {
-                peer: self.peer,
-                after: self.deadline.saturating_duration_since(self.started),
-                errno,
-                private_data: &private_data,
-            },
-        )
-    }
-}
-
-impl ListenerSlot {
-    fn error(&self, failure: Failure) -> Error {
-        match failure {
-            Failure::Call(call, errno) => {
-                let errno = Errno::from_raw(errno);
-                Error::from_bind(call.c_name(), errno, self.plan.address)
-            }
-            Failure::Event(Event::DeviceRemoval, _) => Error::DeviceRemoved,
-            Failure::Event(..) | Failure::Deadline(_) | Failure::Cancelled | Failure::Released => Error::ListenerClosed,
-        }
-    }
-}
-
 /// A connect request's new id, with what came along.
 struct Offered {
     id: Id,
@@ -564,10 +354,12 @@ struct Offered {
 }
 
 impl Offered {
-    /// `None` for an id without IP addresses, which cannot come from a listener of ours.
-    fn new(id: Id, details: Details) -> Option<Self> {
+    /// `None` for an event without a new id, or one without IP addresses, which cannot come from a listener of ours.
+    fn new(details: Details) -> Option<Self> {
+        let Details { child, depths, private_data, .. } = details;
+        let id = child?;
         let (peer, local) = (id.peer_addr()?, id.local_addr()?);
-        Some(Self { id, depths: details.depths, private_data: details.private_data, peer, local })
+        Some(Self { id, depths, private_data, peer, local })
     }
 }
 

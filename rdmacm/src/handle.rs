@@ -10,6 +10,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use verbs::Control;
 
 use crate::channel::ConnectionDepths;
+use crate::context::LibraryContext;
 use crate::error::{Error, Result};
 use crate::id::{Key, Loan, Parameters};
 use crate::options::ListenPlan;
@@ -180,11 +181,11 @@ impl LoanGuard {
     }
 
     pub(crate) fn loan(&mut self) -> &mut Loan {
-        self.loan.as_mut().expect("the loan is there until `end` or drop")
+        self.loan.as_mut().expect("the loan is there until the guard is used up")
     }
 
-    pub(crate) fn raw_context(&self) -> *mut crate::sys::ibv_context {
-        self.loan.as_ref().expect("the loan is there until `end` or drop").raw_context()
+    pub(crate) fn context(&self) -> Result<LibraryContext> {
+        Ok(self.loan.as_ref().expect("the loan is there until the guard is used up").context()?)
     }
 
     /// Gives the id back with its queue pair: `rdma_connect` or `rdma_accept` follow.

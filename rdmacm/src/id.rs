@@ -6,10 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::errno::Errno;
-use verbs::{Context, Endpoint, EndpointBuilder, ProtectionDomain};
+use verbs::{Endpoint, EndpointBuilder, ProtectionDomain};
 
 use crate::addr::{self, CAddr};
 use crate::channel::EventChannel;
+use crate::context::LibraryContext;
 use crate::error::{Error, Result};
 use crate::sys::{self, CallError, IdOption};
 
@@ -179,10 +180,12 @@ impl Loan {
         self.owned.raw.as_ptr()
     }
 
-    /// The device context that the id is bound to, shared with librdmacm.
-    pub(crate) fn raw_context(&self) -> *mut sys::ibv_context {
-        // SAFETY: the id is live; it was bound to a device before it was lent, and `verbs` does not change afterwards.
-        unsafe { (*self.raw()).verbs.cast() }
+    /// The device that the id is bound to.
+    pub(crate) fn context(&self) -> Result<LibraryContext, CallError> {
+        // SAFETY: the id is live; `verbs` is librdmacm's context of the device that the id was bound to before it was lent,
+        // and does not change afterwards.
+        let context = unsafe { LibraryContext::new((*self.raw()).verbs.cast()) };
+        context.ok_or(CallError { call: "rdma_resolve_addr", errno: Errno::ENODEV })
     }
 
     /// The acknowledgement timeout of the queue pair; on the accepting side it takes effect until `rdma_accept`.
@@ -194,7 +197,7 @@ impl Loan {
     /// Makes the queue pair (`rdma_create_qp`) on `pd` and the builder's completion queues, and posts the receives.
     /// Devices that refuse the inline size with EINVAL are asked again for less.
     pub(crate) fn build(&mut self, mut builder: EndpointBuilder, pd: &ProtectionDomain) -> Result<Endpoint> {
-        if self.raw_context() != pd.context().as_raw().cast() {
+        if !self.context()?.is(pd.context()) {
             return Err(Error::Misuse("the protection domain belongs to another device than the connection"));
         }
         loop {
@@ -222,15 +225,6 @@ impl Loan {
         // SAFETY: the id is live and lent; the driver makes no call that reads `qp` before the loan's end.
         unsafe { (*self.raw()).qp = ptr::null_mut() }
     }
-}
-
-/// Makes the verbs context of a device out of librdmacm's.
-///
-/// # Safety
-/// `raw` is a context of librdmacm's own list.
-pub(crate) unsafe fn library_context(raw: *mut sys::ibv_context) -> Context {
-    // SAFETY: librdmacm opens each device once and keeps its context open for the life of the process.
-    unsafe { Context::from_raw(raw.cast(), Arc::new(())) }
 }
 
 /// What goes into a request or a reply (`rdma_conn_param`).

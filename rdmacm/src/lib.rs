@@ -86,7 +86,7 @@
 //! | `driver` | the event-channel thread |
 //! | `proto` | the state machines that it follows: pure, no I/O |
 //! | `handle` | commands, notices, loans: what passes between the two |
-//! | `channel`, `id` | the owners of `rdma_event_channel` and `rdma_cm_id` |
+//! | `channel`, `id`, `context` | the owners of `rdma_event_channel` and `rdma_cm_id`, and librdmacm's devices |
 //! | `options`, `private_data`, `addr`, `error` | what their names say |
 //! | `sys` | the calls into librdmacm, and nothing else |
 
@@ -94,6 +94,7 @@ mod addr;
 mod channel;
 mod connection;
 mod connector;
+mod context;
 mod driver;
 mod error;
 mod handle;

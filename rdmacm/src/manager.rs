@@ -8,11 +8,10 @@ use std::thread::{self, JoinHandle};
 use verbs::{Access, Context, MemoryRegion, ProtectionDomain};
 
 use crate::channel::EventChannel;
+use crate::context::LibraryContext;
 use crate::driver::Driver;
 use crate::error::{Error, Result};
-use crate::handle::{Command, LoanGuard, Mailbox};
-use crate::id;
-use crate::sys;
+use crate::handle::{Command, Mailbox};
 
 /// Owns the event-channel thread and the devices' protection domains.
 ///
@@ -29,8 +28,7 @@ pub struct Manager {
 struct Inner {
     mailbox: Arc<Mailbox>,
     thread: Option<JoinHandle<()>>,
-    /// By the address of librdmacm's context, which stays the same as long as the process lives.
-    domains: Mutex<HashMap<usize, ProtectionDomain>>,
+    domains: Mutex<HashMap<LibraryContext, ProtectionDomain>>,
 }
 
 impl Manager {
@@ -79,33 +77,18 @@ impl Manager {
     /// [`Error::Os`] when the list cannot be had, or a protection domain cannot be made.
     #[doc(alias = "rdma_get_devices")]
     pub fn devices(&self) -> Result<Vec<Device>> {
-        sys::devices()?
-            .into_iter()
-            .map(|raw| {
-                // SAFETY: the context comes from librdmacm's list.
-                unsafe { self.device(raw) }
-            })
-            .collect()
+        LibraryContext::all()?.into_iter().map(|context| self.device(context)).collect()
     }
 
-    /// The device that a lent id is bound to.
-    pub(crate) fn device_of(&self, guard: &LoanGuard) -> Result<Device> {
-        // SAFETY: the context of an id comes from librdmacm's list.
-        unsafe { self.device(guard.raw_context()) }
-    }
-
-    /// # Safety
-    /// `raw` is a context of librdmacm's own list.
-    unsafe fn device(&self, raw: *mut sys::ibv_context) -> Result<Device> {
-        let known = lock(&self.inner.domains).get(&raw.addr()).cloned();
+    /// The device of a context, with its protection domain, made at the first use.
+    pub(crate) fn device(&self, library: LibraryContext) -> Result<Device> {
+        let known = lock(&self.inner.domains).get(&library).cloned();
         let pd = match known {
             Some(pd) => pd,
             None => {
-                // SAFETY: the caller's promise.
-                let context = unsafe { id::library_context(raw) };
                 // Made without the lock, since the call goes to the kernel; of two threads here the first stays.
-                let made = ProtectionDomain::new(&context)?;
-                lock(&self.inner.domains).entry(raw.addr()).or_insert(made).clone()
+                let made = ProtectionDomain::new(&library.context())?;
+                lock(&self.inner.domains).entry(library).or_insert(made).clone()
             }
         };
         Ok(Device { pd, _manager: self.clone() })

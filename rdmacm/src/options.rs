@@ -17,7 +17,7 @@ use crate::private_data::Carrier;
 /// use rdmacm::{ConnectionOptions, EndpointOptions};
 ///
 /// let options = ConnectionOptions::new()
-///     .endpoint(EndpointOptions { message_size: 64 * 1024, ..EndpointOptions::default() })
+///     .endpoint(EndpointOptions::default().message_size(64 * 1024))
 ///     .ack_timeout(Duration::from_millis(20));
 /// ```
 #[derive(Clone, Debug)]

@@ -1,0 +1,261 @@
+//! One id and what belongs to it: the calls that its machine asks for, and what its user is told.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::Sender;
+use nix::errno::Errno;
+use verbs::{CloseReason, Control};
+
+use crate::channel::ConnectionDepths;
+use crate::error::{Error, FailureContext};
+use crate::handle::{Claim, ConnectPlan, ListenNotice, Notice, Request};
+use crate::id::{Id, Key, Parameters};
+use crate::options::ListenPlan;
+use crate::private_data::PrivateData;
+use crate::proto::connection::{self, Connection};
+use crate::proto::listener::Listener;
+use crate::proto::{self, Call, Closed, Event, Failure, Input, Output};
+use crate::sys::CallError;
+
+/// What the kernel is given on top of our deadline, so that ours comes first.
+const KERNEL_MARGIN: Duration = Duration::from_millis(200);
+
+/// One id and what belongs to it.
+#[derive(Debug)]
+pub(super) enum Slot {
+    Connection(Box<ConnectionSlot>),
+    Listener(Box<ListenerSlot>),
+}
+
+/// Dropped in this order: the id first, so that no call can reach the queue pair that `control` keeps alive.
+#[derive(Debug)]
+pub(super) struct ConnectionSlot {
+    pub(super) id: Id,
+    pub(super) control: Option<Control>,
+    pub(super) machine: Connection,
+    pub(super) notices: Sender<Notice>,
+    /// Sent when the id is gone.
+    pub(super) farewell: Option<Notice>,
+    role: Role,
+    pub(super) peer: SocketAddr,
+    pub(super) started: Instant,
+    /// The end of the step that [`Output::Arm`] starts next.
+    pub(super) deadline: Instant,
+    /// The entry of this id in `deadlines`.
+    pub(super) armed: Option<Instant>,
+    pub(super) parameters: Parameters,
+}
+
+#[derive(Debug)]
+enum Role {
+    Active(ConnectPlan),
+    /// With the claim on the request while it is in the queue.
+    Passive(Claim),
+}
+
+#[derive(Debug)]
+pub(super) struct ListenerSlot {
+    pub(super) id: Id,
+    pub(super) machine: Listener,
+    pub(super) plan: ListenPlan,
+    pub(super) notices: Sender<ListenNotice>,
+    pub(super) queue: Sender<Request>,
+    pub(super) farewell: Option<ListenNotice>,
+}
+
+/// What an event brought with it, for the outputs that it causes.
+pub(super) struct Details {
+    pub(super) errno: Errno,
+    pub(super) depths: ConnectionDepths,
+    pub(super) private_data: PrivateData,
+    pub(super) child: Option<Id>,
+}
+
+impl ConnectionSlot {
+    /// An id that will connect.
+    pub(super) fn active(id: Id, plan: ConnectPlan, notices: Sender<Notice>) -> Self {
+        Self {
+            id,
+            control: None,
+            machine: Connection::active(),
+            notices,
+            farewell: None,
+            peer: plan.destination,
+            started: plan.started,
+            deadline: plan.deadline,
+            armed: None,
+            parameters: Parameters::default(),
+            role: Role::Active(plan),
+        }
+    }
+
+    /// The id of a request that waits in its listener's queue for at most `ttl`.
+    pub(super) fn passive(id: Id, claim: Claim, peer: SocketAddr, ttl: Duration, notices: Sender<Notice>) -> Self {
+        let started = Instant::now();
+        Self {
+            id,
+            control: None,
+            machine: Connection::passive(),
+            notices,
+            farewell: None,
+            peer,
+            started,
+            deadline: started + ttl,
+            armed: None,
+            parameters: Parameters::default(),
+            role: Role::Passive(claim),
+        }
+    }
+
+    /// The user thread has the id.
+    pub(super) fn is_lent(&self) -> bool {
+        self.machine.state().is_lent()
+    }
+
+    /// Whether a user thread took this queued request from under `input`, so that the id is lent to it. An input that
+    /// would end the request takes it away from the user threads instead.
+    pub(super) fn was_taken(&self, input: Input) -> bool {
+        let Role::Passive(claim) = &self.role else { return false };
+        let here = self.machine.state();
+        if here != connection::State::Queued {
+            return false;
+        }
+        let mut probe = self.machine.clone();
+        probe.on(input);
+        let ends = !matches!(probe.state(), connection::State::Queued);
+        match input {
+            // Only a user thread that took the request can end its loan.
+            Input::Built | Input::BuildFailed | Input::Refused => true,
+            _ => ends && claim.take().is_none(),
+        }
+    }
+
+    pub(super) fn advance(&mut self, key: Key, input: Input) -> Vec<Output> {
+        let before = self.machine.state();
+        let outputs = self.machine.on(input);
+        let after = self.machine.state();
+        if before == after {
+            log::trace!("id={} {before:?} on {input:?}", key.0);
+        } else {
+            log::trace!("id={} {before:?} -> {after:?} on {input:?}", key.0);
+        }
+        outputs
+    }
+
+    pub(super) fn call(&self, call: Call) -> Result<(), CallError> {
+        debug_assert!(!self.is_lent(), "{call:?} while the id is lent");
+        let left = || self.deadline.saturating_duration_since(Instant::now()) + KERNEL_MARGIN;
+        match (call, &self.role) {
+            (Call::ResolveAddr, Role::Active(plan)) => self.id.resolve_addr(plan.source, plan.destination, left()),
+            (Call::ResolveRoute, _) => self.id.resolve_route(left()),
+            (Call::Connect, _) => self.id.connect(&self.parameters),
+            (Call::Accept, _) => self.id.accept(&self.parameters),
+            (Call::Reject, _) => self.id.reject(&self.parameters.private_data),
+            (Call::Disconnect, _) => self.id.disconnect(),
+            (other, role) => unreachable!("a connection's machine does not ask for {other:?} as {role:?}"),
+        }
+    }
+
+    /// False if nobody listens any more.
+    pub(super) fn tell(&mut self, key: Key, notice: proto::Notice, details: Option<Details>) -> bool {
+        let notice = match notice {
+            proto::Notice::Routed => {
+                let local = self.id.local_addr().unwrap_or(SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0));
+                Notice::Routed { key, loan: self.id.lend(), local }
+            }
+            proto::Notice::Established => {
+                let private_data = details.map(|details| details.private_data).unwrap_or_default();
+                log::debug!("id={} established with {} after {:?}", key.0, self.peer, self.started.elapsed());
+                Notice::Established { private_data }
+            }
+            proto::Notice::Failed(failure) => {
+                let error = self.error(failure, details);
+                log::debug!("id={} to {}: {error}", key.0, self.peer);
+                self.farewell = Some(Notice::Failed(error));
+                return true;
+            }
+            proto::Notice::Closed(closed) => {
+                log::debug!("id={} with {} closed: {closed:?}", key.0, self.peer);
+                if let Some(control) = &self.control {
+                    control.close(match closed {
+                        Closed::Peer => CloseReason::Peer,
+                        // A broken endpoint has recorded its cause, and the first cause stays.
+                        Closed::Local | Closed::LocalUnanswered | Closed::Broken => CloseReason::Local,
+                        Closed::DeviceRemoved => CloseReason::DeviceRemoved,
+                    });
+                }
+                Notice::Closed { answered: closed != Closed::LocalUnanswered }
+            }
+            proto::Notice::PathChanged(event) => {
+                // Advice: if the path is really gone, the next operation fails with the cause.
+                log::debug!("id={} path to {} changed ({event:?})", key.0, self.peer);
+                return true;
+            }
+            other @ (proto::Notice::Offer | proto::Notice::Listening) => {
+                unreachable!("a connection's machine does not tell {other:?}")
+            }
+        };
+        self.notices.send(notice).is_ok()
+    }
+
+    fn error(&self, failure: Failure, details: Option<Details>) -> Error {
+        let (errno, private_data) = details.map_or((Errno::EIO, PrivateData::default()), |d| (d.errno, d.private_data));
+        Error::from_failure(
+            failure,
+            &FailureContext {
+                peer: self.peer,
+                after: self.deadline.saturating_duration_since(self.started),
+                errno,
+                private_data: &private_data,
+            },
+        )
+    }
+}
+
+impl ListenerSlot {
+    pub(super) fn new(id: Id, plan: ListenPlan, notices: Sender<ListenNotice>, queue: Sender<Request>) -> Self {
+        Self { id, machine: Listener::new(), plan, notices, queue, farewell: None }
+    }
+
+    pub(super) fn advance(&mut self, key: Key, input: Input) -> Vec<Output> {
+        let before = self.machine.state();
+        let outputs = self.machine.on(input);
+        log::trace!("listener={} {before:?} -> {:?} on {input:?}", key.0, self.machine.state());
+        outputs
+    }
+
+    pub(super) fn call(&self, call: Call) -> Result<(), CallError> {
+        match call {
+            Call::Bind => self.id.bind(self.plan.address),
+            Call::Listen => self.id.listen(),
+            other => unreachable!("a listener's machine does not ask for {other:?}"),
+        }
+    }
+
+    /// False if nobody listens any more.
+    pub(super) fn tell(&mut self, key: Key, notice: proto::Notice) -> bool {
+        match notice {
+            proto::Notice::Listening => {
+                let local = self.id.local_addr().unwrap_or(self.plan.address);
+                log::debug!("listener={} on {local}", key.0);
+                return self.notices.send(ListenNotice::Listening { key, local }).is_ok();
+            }
+            proto::Notice::Failed(Failure::Released) => self.farewell = Some(ListenNotice::Released),
+            proto::Notice::Failed(failure) => self.farewell = Some(ListenNotice::Failed(self.error(failure))),
+            other => unreachable!("a listener's machine does not tell {other:?}"),
+        }
+        true
+    }
+
+    fn error(&self, failure: Failure) -> Error {
+        match failure {
+            Failure::Call(call, errno) => {
+                let errno = Errno::from_raw(errno);
+                Error::from_bind(call.c_name(), errno, self.plan.address)
+            }
+            Failure::Event(Event::DeviceRemoval, _) => Error::DeviceRemoved,
+            Failure::Event(..) | Failure::Deadline(_) | Failure::Cancelled | Failure::Released => Error::ListenerClosed,
+        }
+    }
+}
