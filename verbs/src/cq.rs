@@ -36,16 +36,9 @@ impl CompletionChannel {
         // SAFETY: the context is alive.
         let raw = unsafe { sys::create_comp_channel(context.raw()) }
             .map_err(|errno| OsError::new("ibv_create_comp_channel", errno))?;
-        let channel = CompletionChannel {
-            raw,
-            context: context.clone(),
-        };
-        let set = fcntl(&channel, FcntlArg::F_GETFL).and_then(|flags| {
-            fcntl(
-                &channel,
-                FcntlArg::F_SETFL(OFlag::from_bits_retain(flags) | OFlag::O_NONBLOCK),
-            )
-        });
+        let channel = CompletionChannel { raw, context: context.clone() };
+        let set = fcntl(&channel, FcntlArg::F_GETFL)
+            .and_then(|flags| fcntl(&channel, FcntlArg::F_SETFL(OFlag::from_bits_retain(flags) | OFlag::O_NONBLOCK)));
         set.map_err(|errno| OsError::new("fcntl(O_NONBLOCK)", errno))?;
         Ok(channel)
     }
@@ -70,9 +63,7 @@ impl Drop for CompletionChannel {
 
 impl fmt::Debug for CompletionChannel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CompletionChannel")
-            .field("fd", &self.as_fd())
-            .finish_non_exhaustive()
+        f.debug_struct("CompletionChannel").field("fd", &self.as_fd()).finish_non_exhaustive()
     }
 }
 
@@ -109,11 +100,7 @@ impl CompletionQueue {
     /// * [`Error::Limit`] when the device's `max_cqe` is smaller than `depth`, [`Error::Misuse`] for 0.
     /// * [`Error::Os`]: with some devices `ENOMEM` means that RLIMIT_MEMLOCK is too low.
     #[doc(alias = "ibv_create_cq")]
-    pub fn new(
-        context: &Context,
-        depth: u32,
-        channel: Option<CompletionChannel>,
-    ) -> Result<CompletionQueue> {
+    pub fn new(context: &Context, depth: u32, channel: Option<CompletionChannel>) -> Result<CompletionQueue> {
         let max = context.attributes()?.max_cqe;
         CompletionQueue::with_limit(context, depth, max, channel)
     }
@@ -125,9 +112,7 @@ impl CompletionQueue {
         channel: Option<CompletionChannel>,
     ) -> Result<CompletionQueue> {
         if depth == 0 {
-            return Err(Error::misuse(
-                "a completion queue must have at least one entry",
-            ));
+            return Err(Error::misuse("a completion queue must have at least one entry"));
         }
         LimitError::check(
             "entries of the completion queue (device limit max_cqe)",
@@ -136,31 +121,10 @@ impl CompletionQueue {
             "use less depth",
         )?;
         // SAFETY: the context is alive; the channel moves into the queue and lives longer than it.
-        let raw = unsafe {
-            sys::create_cq(
-                context.raw(),
-                depth as i32,
-                channel.as_ref().map(|c| c.raw),
-                0,
-            )
-        }
-        .map_err(|errno| {
-            OsError::pinning(
-                "ibv_create_cq",
-                errno,
-                depth as usize * size_of::<sys::ibv_wc>(),
-            )
-        })?;
+        let raw = unsafe { sys::create_cq(context.raw(), depth as i32, channel.as_ref().map(|c| c.raw), 0) }
+            .map_err(|errno| OsError::pinning("ibv_create_cq", errno, depth as usize * size_of::<sys::ibv_wc>()))?;
         let (armed, unacked) = (AtomicBool::new(false), AtomicU32::new(0));
-        Ok(CompletionQueue {
-            inner: Arc::new(CqInner {
-                raw,
-                armed,
-                unacked,
-                channel,
-                context: context.clone(),
-            }),
-        })
+        Ok(CompletionQueue { inner: Arc::new(CqInner { raw, armed, unacked, channel, context: context.clone() }) })
     }
 
     /// How many completions it can hold, as granted.
@@ -181,9 +145,7 @@ impl CompletionQueue {
         out.next = 0;
         out.len = 0;
         if n < 0 || n as usize > BATCH {
-            return Err(Error::Provider(
-                "ibv_poll_cq failed: the completion queue is unusable",
-            ));
+            return Err(Error::Provider("ibv_poll_cq failed: the completion queue is unusable"));
         }
         out.len = n as usize;
         Ok(out.len)
@@ -198,8 +160,7 @@ impl CompletionQueue {
     pub fn arm(&self) -> Result<()> {
         if !self.inner.armed.load(Ordering::Relaxed) {
             // SAFETY: the queue is alive.
-            unsafe { sys::req_notify_cq(self.inner.raw) }
-                .map_err(|errno| OsError::new("ibv_req_notify_cq", errno))?;
+            unsafe { sys::req_notify_cq(self.inner.raw) }.map_err(|errno| OsError::new("ibv_req_notify_cq", errno))?;
             self.inner.armed.store(true, Ordering::Relaxed);
         }
         Ok(())
@@ -273,9 +234,7 @@ impl Drop for CqInner {
 
 impl fmt::Debug for CompletionQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CompletionQueue")
-            .field("depth", &self.depth())
-            .finish_non_exhaustive()
+        f.debug_struct("CompletionQueue").field("depth", &self.depth()).finish_non_exhaustive()
     }
 }
 
@@ -290,13 +249,12 @@ pub struct Completions {
 }
 
 impl Completions {
+    /// How many it holds at most.
+    pub const CAPACITY: usize = BATCH;
+
     /// Empty.
     pub fn new() -> Completions {
-        Completions {
-            wcs: [const { MaybeUninit::uninit() }; BATCH],
-            next: 0,
-            len: 0,
-        }
+        Completions { wcs: [const { MaybeUninit::uninit() }; BATCH], next: 0, len: 0 }
     }
 }
 
@@ -323,9 +281,7 @@ impl Iterator for Completions {
 
 impl fmt::Debug for Completions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Completions")
-            .field("left", &(self.len - self.next))
-            .finish_non_exhaustive()
+        f.debug_struct("Completions").field("left", &(self.len - self.next)).finish_non_exhaustive()
     }
 }
 
@@ -352,9 +308,7 @@ impl Completion {
     fn from_raw(wc: &sys::ibv_wc) -> Completion {
         let imm = if wc.wc_flags & sys::ibv_wc_flags::IBV_WC_WITH_IMM.0 != 0 {
             // SAFETY: both views of the union are plain 32-bit words; the flag says which was meant.
-            Some(u32::from_be(unsafe {
-                wc.imm_data_invalidated_rkey_union.imm_data
-            }))
+            Some(u32::from_be(unsafe { wc.imm_data_invalidated_rkey_union.imm_data }))
         } else {
             None
         };

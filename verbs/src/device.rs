@@ -30,10 +30,7 @@ pub fn devices() -> Result<Vec<Device>> {
         .filter_map(|i| {
             // SAFETY: the list has `count` entries.
             let raw = NonNull::new(unsafe { *raw.as_ptr().add(i) })?;
-            Some(Device {
-                raw,
-                list: list.clone(),
-            })
+            Some(Device { raw, list: list.clone() })
         })
         .collect())
 }
@@ -77,15 +74,8 @@ impl Device {
     #[doc(alias = "ibv_open_device")]
     pub fn open(&self) -> Result<Context> {
         // SAFETY: the device lives as long as `self.list`.
-        let raw = unsafe { sys::open_device(self.raw) }
-            .map_err(|errno| OsError::new("ibv_open_device", errno))?;
-        Ok(Context {
-            inner: Arc::new(ContextInner {
-                raw,
-                opened_here: true,
-                keep: Some(self.list.clone()),
-            }),
-        })
+        let raw = unsafe { sys::open_device(self.raw) }.map_err(|errno| OsError::new("ibv_open_device", errno))?;
+        Ok(Context { inner: Arc::new(ContextInner { raw, opened_here: true, keep: Some(self.list.clone()) }) })
     }
 }
 
@@ -156,18 +146,9 @@ impl Context {
     ///
     /// # Panics
     /// When `raw` is null.
-    pub unsafe fn from_raw(
-        raw: *mut sys::ibv_context,
-        keep: Arc<dyn Any + Send + Sync>,
-    ) -> Context {
+    pub unsafe fn from_raw(raw: *mut sys::ibv_context, keep: Arc<dyn Any + Send + Sync>) -> Context {
         let raw = NonNull::new(raw).expect("an open context is not null");
-        Context {
-            inner: Arc::new(ContextInner {
-                raw,
-                opened_here: false,
-                keep: Some(keep),
-            }),
-        }
+        Context { inner: Arc::new(ContextInner { raw, opened_here: false, keep: Some(keep) }) }
     }
 
     /// The C object, alive as long as this handle or a clone.
@@ -211,8 +192,7 @@ impl Context {
     #[doc(alias = "ibv_query_device")]
     pub fn attributes(&self) -> Result<DeviceAttributes> {
         // SAFETY: the context is alive.
-        let raw = unsafe { sys::query_device(self.raw()) }
-            .map_err(|errno| OsError::new("ibv_query_device", errno))?;
+        let raw = unsafe { sys::query_device(self.raw()) }.map_err(|errno| OsError::new("ibv_query_device", errno))?;
         Ok(DeviceAttributes::from_raw(&raw))
     }
 
@@ -223,8 +203,8 @@ impl Context {
     #[doc(alias = "ibv_query_port")]
     pub fn port(&self, number: u8) -> Result<PortAttributes> {
         // SAFETY: the context is alive.
-        let raw = unsafe { sys::query_port(self.raw(), number) }
-            .map_err(|errno| OsError::new("ibv_query_port", errno))?;
+        let raw =
+            unsafe { sys::query_port(self.raw(), number) }.map_err(|errno| OsError::new("ibv_query_port", errno))?;
         Ok(PortAttributes::from_raw(number, &raw))
     }
 
@@ -252,9 +232,7 @@ impl Context {
 
 impl fmt::Debug for Context {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Context")
-            .field("device", &self.name())
-            .finish_non_exhaustive()
+        f.debug_struct("Context").field("device", &self.name()).finish_non_exhaustive()
     }
 }
 
@@ -566,11 +544,7 @@ impl GidEntry {
 
     /// The name of the network interface, if there is one.
     pub fn interface(&self) -> Option<String> {
-        if self.interface_index == 0 {
-            None
-        } else {
-            sys::interface_name(self.interface_index)
-        }
+        if self.interface_index == 0 { None } else { sys::interface_name(self.interface_index) }
     }
 }
 
@@ -587,13 +561,7 @@ mod tests {
 
     #[test]
     fn mapped_ipv4_gids_are_recognised() {
-        let entry = |gid: Ipv6Addr| GidEntry {
-            gid,
-            index: 1,
-            port: 1,
-            kind: GidType::RoceV2,
-            interface_index: 0,
-        };
+        let entry = |gid: Ipv6Addr| GidEntry { gid, index: 1, port: 1, kind: GidType::RoceV2, interface_index: 0 };
         let mapped = entry(Ipv4Addr::new(10, 1, 2, 3).to_ipv6_mapped());
         assert_eq!(mapped.ipv4(), Some(Ipv4Addr::new(10, 1, 2, 3)));
         assert_eq!(entry("fe80::1".parse().expect("an address")).ipv4(), None);

@@ -51,9 +51,7 @@ impl Endpoint {
 
     /// A handle to close the connection from elsewhere, and to learn why it ended.
     pub fn control(&self) -> Control {
-        Control {
-            shared: self.send.shared().clone(),
-        }
+        Control { shared: self.send.shared().clone() }
     }
 
     /// The halves, for two threads.
@@ -85,9 +83,7 @@ impl Endpoint {
     /// # Errors
     /// Those of [`SendHalf::send_timeout`].
     pub fn send_timeout(&mut self, data: &[u8], timeout: Duration) -> Result<()> {
-        self.send
-            .send_timeout(data, timeout)
-            .map_err(|e| self.recv.explain(e))
+        self.send.send_timeout(data, timeout).map_err(|e| self.recv.explain(e))
     }
 
     /// See [`SendHalf::try_send`].
@@ -112,9 +108,7 @@ impl Endpoint {
     /// Those of [`SendHalf::send_buf`].
     #[inline]
     pub fn send_buf(&mut self, buf: SendBuf) -> Result<(), (Error, SendBuf)> {
-        self.send
-            .send_buf(buf)
-            .map_err(|(e, buf)| (self.recv.explain(e), buf))
+        self.send.send_buf(buf).map_err(|(e, buf)| (self.recv.explain(e), buf))
     }
 
     /// See [`SendHalf::write`].
@@ -128,9 +122,7 @@ impl Endpoint {
         remote: &RemoteRegion,
         remote_offset: u64,
     ) -> Result<()> {
-        self.send
-            .write(local, range, remote, remote_offset)
-            .map_err(|e| self.recv.explain(e))
+        self.send.write(local, range, remote, remote_offset).map_err(|e| self.recv.explain(e))
     }
 
     /// See [`SendHalf::read`].
@@ -144,9 +136,7 @@ impl Endpoint {
         remote: &RemoteRegion,
         remote_offset: u64,
     ) -> Result<()> {
-        self.send
-            .read(local, range, remote, remote_offset)
-            .map_err(|e| self.recv.explain(e))
+        self.send.read(local, range, remote, remote_offset).map_err(|e| self.recv.explain(e))
     }
 
     /// See [`SendHalf::flush`].
@@ -240,8 +230,9 @@ impl Control {
         self.shared.cause()
     }
 
-    /// Has `hook` called once, by the thread of the half that finds the first error completion; at once if that
-    /// happened already. It must not wait for anything. The first hook set is the one that counts.
+    /// Has `hook` called once when a half finds the connection broken before a control said so, by the thread of
+    /// that half; at once if that happened already. It must not wait for anything, nor hold a `Control` of the
+    /// same endpoint, which would then never be freed. The first hook set is the one that counts.
     pub fn set_broken_hook(&self, hook: Box<dyn Fn() + Send + Sync>) {
         self.shared.set_hook(hook);
     }

@@ -40,9 +40,7 @@ pub enum Error {
     #[error("{0}")]
     Misuse(Cow<'static, str>),
     /// The next message is longer than the buffer given. It is kept for the next call.
-    #[error(
-        "the next message has {len} bytes, the buffer only {capacity}: call again with a larger one"
-    )]
+    #[error("the next message has {len} bytes, the buffer only {capacity}: call again with a larger one")]
     Truncated {
         /// Length of the message, in bytes.
         len: usize,
@@ -50,9 +48,7 @@ pub enum Error {
         capacity: usize,
     },
     /// The message to be sent is larger than this end's send buffers.
-    #[error(
-        "a message of {len} bytes is larger than the {limit} bytes agreed on: raise the message size of both ends"
-    )]
+    #[error("a message of {len} bytes is larger than the {limit} bytes agreed on: raise the message size of both ends")]
     TooLong {
         /// Length of the message, in bytes.
         len: usize,
@@ -74,10 +70,7 @@ impl Error {
         use io::ErrorKind as Kind;
         match self {
             Error::Os(e) => e.kind(),
-            Error::Limit(_)
-            | Error::Misuse(_)
-            | Error::Truncated { .. }
-            | Error::TooLong { .. } => Kind::InvalidInput,
+            Error::Limit(_) | Error::Misuse(_) | Error::Truncated { .. } | Error::TooLong { .. } => Kind::InvalidInput,
             Error::Work(e) => e.status.kind(),
             Error::Closed(reason) => reason.kind(),
             Error::TimedOut(_) => Kind::TimedOut,
@@ -124,18 +117,14 @@ impl OsError {
                 "no RDMA device, or it went away: see that `rdma link` lists one (for Soft-RoCE: \
                  rdma link add rxe0 type rxe netdev <interface>) and that its user-space driver is installed",
             ),
-            Errno::EACCES | Errno::EPERM => Some(
-                "no permission: see that /dev/infiniband/uverbs* can be read and written by this user",
-            ),
+            Errno::EACCES | Errno::EPERM => {
+                Some("no permission: see that /dev/infiniband/uverbs* can be read and written by this user")
+            }
             Errno::EMFILE => Some("too many open files: raise `ulimit -n`"),
             Errno::ENOENT => Some("see that the kernel module ib_uverbs is loaded"),
             _ => None,
         };
-        OsError {
-            call,
-            errno,
-            remedy: remedy.map(Cow::Borrowed),
-        }
+        OsError { call, errno, remedy: remedy.map(Cow::Borrowed) }
     }
 
     /// Like [`OsError::new`] for calls that pin `bytes` of memory: `ENOMEM` then names the limit on
@@ -198,22 +187,8 @@ pub struct LimitError {
 
 impl LimitError {
     /// `Ok` when `asked` is at most `allowed`.
-    pub(crate) fn check(
-        what: &'static str,
-        asked: u64,
-        allowed: u64,
-        remedy: &'static str,
-    ) -> Result<()> {
-        if asked <= allowed {
-            Ok(())
-        } else {
-            Err(Error::Limit(LimitError {
-                what,
-                asked,
-                allowed,
-                remedy,
-            }))
-        }
+    pub(crate) fn check(what: &'static str, asked: u64, allowed: u64, remedy: &'static str) -> Result<()> {
+        if asked <= allowed { Ok(()) } else { Err(Error::Limit(LimitError { what, asked, allowed, remedy })) }
     }
 }
 
@@ -237,11 +212,7 @@ impl fmt::Display for WorkError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.status, self.buffer) {
             (WorkStatus::LOCAL_LENGTH, Some(bytes)) => {
-                write!(
-                    f,
-                    "{}: message larger than the receive buffer ({bytes} bytes)",
-                    self.opcode
-                )?;
+                write!(f, "{}: message larger than the receive buffer ({bytes} bytes)", self.opcode)?;
             }
             (status, _) => write!(f, "{}: {status}", self.opcode)?,
         }
@@ -324,29 +295,14 @@ impl WorkStatus {
     /// (C name, sentence), indexed by number.
     const TEXTS: [(&'static str, &'static str); 24] = [
         ("IBV_WC_SUCCESS", "done"),
-        (
-            "IBV_WC_LOC_LEN_ERR",
-            "message larger than the receive buffer, or than the device can send",
-        ),
-        (
-            "IBV_WC_LOC_QP_OP_ERR",
-            "the local queue pair could not carry out the operation",
-        ),
+        ("IBV_WC_LOC_LEN_ERR", "message larger than the receive buffer, or than the device can send"),
+        ("IBV_WC_LOC_QP_OP_ERR", "the local queue pair could not carry out the operation"),
         ("IBV_WC_LOC_EEC_OP_ERR", "local end-to-end context error"),
-        (
-            "IBV_WC_LOC_PROT_ERR",
-            "the local memory is not registered for this operation, or the range is too long",
-        ),
-        (
-            "IBV_WC_WR_FLUSH_ERR",
-            "not carried out, because the connection was already broken or closed",
-        ),
+        ("IBV_WC_LOC_PROT_ERR", "the local memory is not registered for this operation, or the range is too long"),
+        ("IBV_WC_WR_FLUSH_ERR", "not carried out, because the connection was already broken or closed"),
         ("IBV_WC_MW_BIND_ERR", "the memory window could not be bound"),
         ("IBV_WC_BAD_RESP_ERR", "the peer sent an unexpected answer"),
-        (
-            "IBV_WC_LOC_ACCESS_ERR",
-            "the local memory does not allow the access",
-        ),
+        ("IBV_WC_LOC_ACCESS_ERR", "the local memory does not allow the access"),
         (
             "IBV_WC_REM_INV_REQ_ERR",
             "the peer refused the message: larger than its receive buffer or an operation it does not allow",
@@ -355,43 +311,22 @@ impl WorkStatus {
             "IBV_WC_REM_ACCESS_ERR",
             "the peer's memory refused the access: outside the region, without the right to it, or the region is gone",
         ),
-        (
-            "IBV_WC_REM_OP_ERR",
-            "the peer could not complete the operation",
-        ),
-        (
-            "IBV_WC_RETRY_EXC_ERR",
-            "the peer did not answer: retries exceeded",
-        ),
+        ("IBV_WC_REM_OP_ERR", "the peer could not complete the operation"),
+        ("IBV_WC_RETRY_EXC_ERR", "the peer did not answer: retries exceeded"),
         (
             "IBV_WC_RNR_RETRY_EXC_ERR",
             "the peer had no receive buffer free for too long: receiver-not-ready retries exceeded",
         ),
-        (
-            "IBV_WC_LOC_RDD_VIOL_ERR",
-            "local reliable datagram domain violation",
-        ),
-        (
-            "IBV_WC_REM_INV_RD_REQ_ERR",
-            "the peer refused the reliable datagram request",
-        ),
+        ("IBV_WC_LOC_RDD_VIOL_ERR", "local reliable datagram domain violation"),
+        ("IBV_WC_REM_INV_RD_REQ_ERR", "the peer refused the reliable datagram request"),
         ("IBV_WC_REM_ABORT_ERR", "the peer aborted the operation"),
         ("IBV_WC_INV_EECN_ERR", "invalid end-to-end context number"),
-        (
-            "IBV_WC_INV_EEC_STATE_ERR",
-            "invalid end-to-end context state",
-        ),
+        ("IBV_WC_INV_EEC_STATE_ERR", "invalid end-to-end context state"),
         ("IBV_WC_FATAL_ERR", "fatal transport error"),
-        (
-            "IBV_WC_RESP_TIMEOUT_ERR",
-            "the peer did not respond in time",
-        ),
+        ("IBV_WC_RESP_TIMEOUT_ERR", "the peer did not respond in time"),
         ("IBV_WC_GENERAL_ERR", "general transport error"),
         ("IBV_WC_TM_ERR", "tag matching error"),
-        (
-            "IBV_WC_TM_RNDV_INCOMPLETE",
-            "tag matching: rendezvous incomplete",
-        ),
+        ("IBV_WC_TM_RNDV_INCOMPLETE", "tag matching: rendezvous incomplete"),
     ];
 
     fn kind(self) -> io::ErrorKind {
@@ -477,55 +412,26 @@ mod tests {
     #[test]
     fn texts_are_lower_case_without_period_and_name_cause_and_remedy() {
         let memlock = Error::Os(OsError::pinning("ibv_reg_mr", Errno::ENOMEM, 1 << 20)).to_string();
-        assert!(
-            memlock.contains("RLIMIT_MEMLOCK") && memlock.contains("1048576"),
-            "{memlock}"
-        );
-        assert!(
-            Error::Os(OsError::new("ibv_open_device", Errno::ENODEV))
-                .to_string()
-                .contains("no RDMA device")
-        );
-        assert!(
-            Error::Os(OsError::new("ibv_open_device", Errno::EACCES))
-                .to_string()
-                .contains("permission")
-        );
+        assert!(memlock.contains("RLIMIT_MEMLOCK") && memlock.contains("1048576"), "{memlock}");
+        assert!(Error::Os(OsError::new("ibv_open_device", Errno::ENODEV)).to_string().contains("no RDMA device"));
+        assert!(Error::Os(OsError::new("ibv_open_device", Errno::EACCES)).to_string().contains("permission"));
         for (name, text) in WorkStatus::TEXTS {
-            assert!(
-                name.starts_with("IBV_WC_")
-                    && !text.ends_with('.')
-                    && !text.starts_with(char::is_uppercase)
-            );
+            assert!(name.starts_with("IBV_WC_") && !text.ends_with('.') && !text.starts_with(char::is_uppercase));
         }
     }
 
     #[test]
     fn statuses_map_to_kinds_and_unknown_ones_are_carried() {
         let work = |status, buffer| {
-            Error::Work(WorkError {
-                status: WorkStatus(status),
-                opcode: Opcode::Recv,
-                vendor: 0,
-                buffer,
-            })
+            Error::Work(WorkError { status: WorkStatus(status), opcode: Opcode::Recv, vendor: 0, buffer })
         };
         assert_eq!(work(5, None).kind(), io::ErrorKind::BrokenPipe);
         assert_eq!(work(12, None).kind(), io::ErrorKind::TimedOut);
         assert_eq!(work(10, None).kind(), io::ErrorKind::PermissionDenied);
         assert_eq!(work(1, Some(4096)).kind(), io::ErrorKind::InvalidData);
-        assert_eq!(
-            work(1, Some(4096)).to_string(),
-            "receive: message larger than the receive buffer (4096 bytes)"
-        );
-        assert_eq!(
-            work(77, None).to_string(),
-            "receive: unknown completion status 77"
-        );
-        assert_eq!(
-            format!("{:?} {:?}", WorkStatus(12), WorkStatus(99)),
-            "IBV_WC_RETRY_EXC_ERR WorkStatus(99)"
-        );
+        assert_eq!(work(1, Some(4096)).to_string(), "receive: message larger than the receive buffer (4096 bytes)");
+        assert_eq!(work(77, None).to_string(), "receive: unknown completion status 77");
+        assert_eq!(format!("{:?} {:?}", WorkStatus(12), WorkStatus(99)), "IBV_WC_RETRY_EXC_ERR WorkStatus(99)");
         assert!(work(5, None).is_flush() && !work(12, None).is_flush());
     }
 
@@ -539,13 +445,7 @@ mod tests {
 
     #[test]
     fn every_opcode_survives_its_code() {
-        for op in [
-            Opcode::Send,
-            Opcode::Recv,
-            Opcode::Write,
-            Opcode::Read,
-            Opcode::Flush,
-        ] {
+        for op in [Opcode::Send, Opcode::Recv, Opcode::Write, Opcode::Read, Opcode::Flush] {
             assert_eq!(Opcode::from_code(op as u8), Some(op));
         }
         assert_eq!(Opcode::from_code(0), None);

@@ -18,17 +18,9 @@ pub(crate) struct FreeList {
 impl FreeList {
     /// All slots free; the lowest is taken first.
     pub(crate) fn new(count: u32) -> FreeList {
-        assert!(
-            count < NONE,
-            "slot numbers fit into 32 bits, with one to spare"
-        );
-        let next = (1..=count)
-            .map(|n| AtomicU32::new(if n == count { NONE } else { n }))
-            .collect();
-        FreeList {
-            head: AtomicU64::new(if count == 0 { u64::from(NONE) } else { 0 }),
-            next,
-        }
+        assert!(count < NONE, "slot numbers fit into 32 bits, with one to spare");
+        let next = (1..=count).map(|n| AtomicU32::new(if n == count { NONE } else { n })).collect();
+        FreeList { head: AtomicU64::new(if count == 0 { u64::from(NONE) } else { 0 }), next }
     }
 
     /// Takes a slot; `None` when all are taken.
@@ -41,12 +33,7 @@ impl FreeList {
                 return None;
             }
             let next = self.next[slot as usize].load(Ordering::Relaxed);
-            match self.head.compare_exchange_weak(
-                head,
-                bump(head, next),
-                Ordering::Acquire,
-                Ordering::Acquire,
-            ) {
+            match self.head.compare_exchange_weak(head, bump(head, next), Ordering::Acquire, Ordering::Acquire) {
                 Ok(_) => return Some(slot),
                 Err(now) => head = now,
             }
@@ -59,12 +46,7 @@ impl FreeList {
         let mut head = self.head.load(Ordering::Relaxed);
         loop {
             self.next[slot as usize].store(head as u32, Ordering::Relaxed);
-            match self.head.compare_exchange_weak(
-                head,
-                bump(head, slot),
-                Ordering::Release,
-                Ordering::Relaxed,
-            ) {
+            match self.head.compare_exchange_weak(head, bump(head, slot), Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(now) => head = now,
             }
@@ -117,10 +99,7 @@ mod tests {
                     for round in 0..20_000 {
                         let slots: Vec<_> = (0..round % 4).filter_map(|_| free.take()).collect();
                         for &slot in &slots {
-                            assert!(
-                                !held[slot as usize].swap(true, Ordering::AcqRel),
-                                "slot {slot} is given twice"
-                            );
+                            assert!(!held[slot as usize].swap(true, Ordering::AcqRel), "slot {slot} is given twice");
                         }
                         for &slot in slots.iter().rev() {
                             held[slot as usize].store(false, Ordering::Release);

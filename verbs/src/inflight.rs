@@ -43,20 +43,8 @@ impl<R: Default> Table<R> {
     /// Room for `limit` outstanding operations.
     pub(crate) fn new(limit: u32) -> Table<R> {
         let len = (limit as usize).next_power_of_two();
-        let ring = (0..len)
-            .map(|_| Entry {
-                resource: R::default(),
-                kind: 0,
-                signalled: false,
-            })
-            .collect();
-        Table {
-            ring,
-            limit: u64::from(limit),
-            head: 0,
-            tail: 0,
-            signalled_end: 0,
-        }
+        let ring = (0..len).map(|_| Entry { resource: R::default(), kind: 0, signalled: false }).collect();
+        Table { ring, limit: u64::from(limit), head: 0, tail: 0, signalled_end: 0 }
     }
 
     /// The sequence number that the next [`push`](Self::push) gives.
@@ -115,11 +103,7 @@ impl<R: Default> Table<R> {
     pub(crate) fn push(&mut self, kind: Opcode, signalled: bool, resource: R) {
         debug_assert!(!self.is_full(), "room is made before posting");
         let place = self.place(self.tail);
-        self.ring[place] = Entry {
-            resource,
-            kind: kind as u8,
-            signalled,
-        };
+        self.ring[place] = Entry { resource, kind: kind as u8, signalled };
         self.tail += 1;
         if signalled {
             self.signalled_end = self.tail;
@@ -158,25 +142,16 @@ impl<R: Default> Table<R> {
         R: PartialEq,
     {
         assert!(self.ring.len().is_power_of_two());
-        assert!(
-            self.head <= self.tail
-                && self.len() <= self.limit
-                && self.limit <= self.ring.len() as u64
-        );
+        assert!(self.head <= self.tail && self.len() <= self.limit && self.limit <= self.ring.len() as u64);
         assert!(self.signalled_end <= self.tail);
-        let newest = (self.head..self.tail)
-            .rev()
-            .find(|&s| self.ring[self.place(s)].signalled);
+        let newest = (self.head..self.tail).rev().find(|&s| self.ring[self.place(s)].signalled);
         assert_eq!(self.awaits_completion(), newest.is_some());
         if let Some(newest) = newest {
             assert_eq!(self.signalled_end, newest + 1);
         }
         for offset in self.len()..self.ring.len() as u64 {
             let place = self.place(self.head + offset);
-            assert!(
-                self.ring[place].resource == R::default(),
-                "a free place holds nothing"
-            );
+            assert!(self.ring[place].resource == R::default(), "a free place holds nothing");
         }
     }
 }
@@ -216,10 +191,7 @@ mod tests {
         assert_eq!(Rc::strong_count(&resource), 5);
         assert_eq!(t.complete(wr_id(2, KIND), false), Ok(2));
         assert_eq!(Rc::strong_count(&resource), 2);
-        assert_eq!(
-            (t.len(), t.unsignalled_tail(), t.awaits_completion()),
-            (1, 1, false)
-        );
+        assert_eq!((t.len(), t.unsignalled_tail(), t.awaits_completion()), (1, 1, false));
         assert!(t.is_done(2) && !t.is_done(3));
         t.invariants();
     }
@@ -229,36 +201,16 @@ mod tests {
         let mut t = table(4);
         t.push(KIND, true, 7);
         t.push(KIND, false, 8);
-        for bogus in [
-            wr_id(2, KIND),
-            wr_id(4, KIND),
-            u64::MAX,
-            wr_id(u64::MAX >> 8, KIND),
-        ] {
+        for bogus in [wr_id(2, KIND), wr_id(4, KIND), u64::MAX, wr_id(u64::MAX >> 8, KIND)] {
             assert_eq!(t.complete(bogus, false), Err(Bogus::Unknown));
         }
-        assert_eq!(
-            t.complete(wr_id(0, Opcode::Read), false),
-            Err(Bogus::Mismatch)
-        );
+        assert_eq!(t.complete(wr_id(0, Opcode::Read), false), Err(Bogus::Mismatch));
         assert_eq!(t.complete(0, true), Err(Bogus::Mismatch));
-        assert_eq!(
-            t.complete(wr_id(1, KIND), false),
-            Err(Bogus::Mismatch),
-            "success of unsignalled work"
-        );
+        assert_eq!(t.complete(wr_id(1, KIND), false), Err(Bogus::Mismatch), "success of unsignalled work");
         assert_eq!(t.len(), 2);
         assert_eq!(t.complete(wr_id(0, KIND), false), Ok(0));
-        assert_eq!(
-            t.complete(wr_id(0, KIND), false),
-            Err(Bogus::Unknown),
-            "doubled"
-        );
-        assert_eq!(
-            t.complete(wr_id(1, KIND), true),
-            Ok(1),
-            "failures are told unsignalled"
-        );
+        assert_eq!(t.complete(wr_id(0, KIND), false), Err(Bogus::Unknown), "doubled");
+        assert_eq!(t.complete(wr_id(1, KIND), true), Ok(1), "failures are told unsignalled");
         assert!(t.is_empty());
     }
 

@@ -17,12 +17,10 @@ mod wait;
 
 pub use cq::{Completion, CompletionChannel, CompletionQueue, Completions};
 pub use device::{
-    AtomicCap, Context, Device, DeviceAttributes, GidEntry, GidType, LinkLayer, PortAttributes,
-    PortState, Transport, devices,
+    AtomicCap, Context, Device, DeviceAttributes, GidEntry, GidType, LinkLayer, PortAttributes, PortState, Transport,
+    devices,
 };
-pub use endpoint::{
-    Control, Endpoint, EndpointBuilder, EndpointOptions, RecvBuf, RecvHalf, SendHalf,
-};
+pub use endpoint::{Control, Endpoint, EndpointBuilder, EndpointOptions, RecvBuf, RecvHalf, SendHalf};
 pub use error::{CloseReason, Error, LimitError, Opcode, OsError, Result, WorkError, WorkStatus};
 pub use mr::{Access, MemoryRegion, RemoteRegion};
 pub use pd::ProtectionDomain;

@@ -32,10 +32,8 @@ bitflags::bitflags! {
 
 impl Access {
     /// Everything that a peer can be allowed: local write, remote read, write and atomics.
-    pub const REMOTE_ALL: Access = Access::LOCAL_WRITE
-        .union(Access::REMOTE_READ)
-        .union(Access::REMOTE_WRITE)
-        .union(Access::REMOTE_ATOMIC);
+    pub const REMOTE_ALL: Access =
+        Access::LOCAL_WRITE.union(Access::REMOTE_READ).union(Access::REMOTE_WRITE).union(Access::REMOTE_ATOMIC);
 
     /// Checks verbs' rules, which the kernel reports only as `EINVAL`.
     ///
@@ -45,13 +43,9 @@ impl Access {
         if self.contains(Access::LOCAL_WRITE) {
             Ok(())
         } else if self.contains(Access::REMOTE_WRITE) {
-            Err(Error::misuse(
-                "a region with remote write access must have local write access too",
-            ))
+            Err(Error::misuse("a region with remote write access must have local write access too"))
         } else if self.contains(Access::REMOTE_ATOMIC) {
-            Err(Error::misuse(
-                "a region with remote atomic access must have local write access too",
-            ))
+            Err(Error::misuse("a region with remote atomic access must have local write access too"))
         } else {
             Ok(())
         }
@@ -82,11 +76,7 @@ unsafe impl Sync for Registered {}
 
 impl Registered {
     /// Maps and registers `len` zeroed bytes.
-    pub(crate) fn new(
-        pd: &ProtectionDomain,
-        len: NonZeroUsize,
-        access: Access,
-    ) -> Result<Registered> {
+    pub(crate) fn new(pd: &ProtectionDomain, len: NonZeroUsize, access: Access) -> Result<Registered> {
         let pages = Pages::new(len)?;
         let addr = pages.addr();
         // SAFETY: the domain is alive; the pages stay mapped until the region is deregistered (see `Drop`).
@@ -94,15 +84,7 @@ impl Registered {
             .map_err(|errno| OsError::pinning("ibv_reg_mr", errno, len.get()))?;
         // SAFETY: a live region; both keys are constant.
         let (lkey, rkey) = unsafe { ((*raw.as_ptr()).lkey, (*raw.as_ptr()).rkey) };
-        Ok(Registered {
-            raw,
-            pages: Some(pages),
-            addr,
-            len: len.get(),
-            lkey,
-            rkey,
-            pd: pd.clone(),
-        })
+        Ok(Registered { raw, pages: Some(pages), addr, len: len.get(), lkey, rkey, pd: pd.clone() })
     }
 
     #[inline]
@@ -122,10 +104,7 @@ impl Registered {
     /// Deregisters and gives the bytes back.
     fn into_bytes(mut self) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
-        let pages = self
-            .pages
-            .take()
-            .expect("pages are there until the region is dropped");
+        let pages = self.pages.take().expect("pages are there until the region is dropped");
         // SAFETY: the last owner deregisters once; afterwards (or if it fails) nothing uses `raw`.
         let deregistered = unsafe { sys::dereg_mr(self.raw) };
         // SAFETY: the pages are mapped for `len` bytes; the copy tolerates a device that still writes,
@@ -137,9 +116,7 @@ impl Registered {
 
     fn release(deregistered: sys::Result<()>, pages: Pages) {
         if let Err(errno) = deregistered {
-            log::warn!(
-                "ibv_dereg_mr: {errno}; its pages are leaked, since the device may still use them"
-            );
+            log::warn!("ibv_dereg_mr: {errno}; its pages are leaked, since the device may still use them");
             pages.leak();
         }
     }
@@ -183,17 +160,12 @@ impl MemoryRegion {
     #[doc(alias = "ibv_reg_mr")]
     pub fn new(pd: &ProtectionDomain, len: usize, access: Access) -> Result<MemoryRegion> {
         access.check()?;
-        let len = NonZeroUsize::new(len)
-            .ok_or(Error::misuse("a memory region must have at least one byte"))?;
+        let len = NonZeroUsize::new(len).ok_or(Error::misuse("a memory region must have at least one byte"))?;
         if len.get() > isize::MAX as usize {
-            return Err(Error::misuse(
-                "a memory region cannot be larger than half of the address space",
-            ));
+            return Err(Error::misuse("a memory region cannot be larger than half of the address space"));
         }
         let registered = Registered::new(pd, len, access)?;
-        Ok(MemoryRegion {
-            inner: Arc::new(MrInner { registered, access }),
-        })
+        Ok(MemoryRegion { inner: Arc::new(MrInner { registered, access }) })
     }
 
     /// Its length in bytes.
@@ -239,11 +211,7 @@ impl MemoryRegion {
     /// [`Error::Misuse`] when the range does not lie in the region.
     pub fn remote_range(&self, range: Range<usize>) -> Result<RemoteRegion> {
         let range = self.check_range(range)?;
-        Ok(RemoteRegion::new(
-            self.addr(range.start),
-            range.len() as u64,
-            self.rkey(),
-        ))
+        Ok(RemoteRegion::new(self.addr(range.start), range.len() as u64, self.rkey()))
     }
 
     /// Copies bytes from `offset` on out of the region.
@@ -345,9 +313,7 @@ impl MemoryRegion {
     #[inline]
     fn word(&self, offset: usize) -> Result<NonNull<u8>> {
         if !offset.is_multiple_of(8) {
-            return Err(Error::misuse(
-                "a 64-bit word must lie at an offset that is a multiple of 8",
-            ));
+            return Err(Error::misuse("a 64-bit word must lie at an offset that is a multiple of 8"));
         }
         self.at(offset, 8)
     }
@@ -404,12 +370,8 @@ impl RemoteRegion {
     /// [`Error::Misuse`] when the range does not lie in the region, or the address would overflow.
     pub fn slice(&self, range: Range<u64>) -> Result<RemoteRegion> {
         let len = range.end.wrapping_sub(range.start);
-        let addr = self.check(range.start, len.min(u64::MAX), range.start <= range.end)?;
-        Ok(RemoteRegion {
-            addr,
-            len,
-            rkey: self.rkey,
-        })
+        let addr = self.check(range.start, len, range.start <= range.end)?;
+        Ok(RemoteRegion { addr, len, rkey: self.rkey })
     }
 
     /// The address of `len` bytes at `offset`, if they lie in the region.
@@ -443,23 +405,14 @@ impl RemoteRegion {
 
     /// Reads the 24-byte form. The last four bytes are ignored.
     pub fn from_bytes(bytes: &[u8; 24]) -> RemoteRegion {
-        let word =
-            |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        RemoteRegion {
-            addr: word(0),
-            len: word(8),
-            rkey: (word(16) >> 32) as u32,
-        }
+        let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        RemoteRegion { addr: word(0), len: word(8), rkey: (word(16) >> 32) as u32 }
     }
 }
 
 impl fmt::Debug for RemoteRegion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "RemoteRegion {{ addr: {:#x}, len: {}, rkey: {:#x} }}",
-            self.addr, self.len, self.rkey
-        )
+        write!(f, "RemoteRegion {{ addr: {:#x}, len: {}, rkey: {:#x} }}", self.addr, self.len, self.rkey)
     }
 }
 
@@ -480,9 +433,7 @@ mod tests {
         assert!(Access::REMOTE_ALL.check().is_ok());
         let e = Access::REMOTE_WRITE.check().expect_err("needs local write");
         assert!(e.to_string().contains("local write"), "{e}");
-        let e = (Access::REMOTE_ATOMIC | Access::REMOTE_READ)
-            .check()
-            .expect_err("needs local write");
+        let e = (Access::REMOTE_ATOMIC | Access::REMOTE_READ).check().expect_err("needs local write");
         assert!(e.to_string().contains("atomic"), "{e}");
     }
 
@@ -514,10 +465,7 @@ mod tests {
     #[test]
     fn remote_region_slices_do_not_overflow() {
         let region = RemoteRegion::new(0x1000, 100, 7);
-        assert_eq!(
-            region.slice(10..20).expect("inside"),
-            RemoteRegion::new(0x100a, 10, 7)
-        );
+        assert_eq!(region.slice(10..20).expect("inside"), RemoteRegion::new(0x100a, 10, 7));
         assert!(region.slice(100..100).expect("the end").is_empty());
         assert!(region.slice(0..101).is_err());
         assert!(region.slice(u64::MAX..u64::MAX).is_err());
@@ -525,10 +473,7 @@ mod tests {
         let reversed = 20..10;
         assert!(region.slice(reversed).is_err());
         let high = RemoteRegion::new(u64::MAX - 10, 100, 7);
-        assert!(
-            high.slice(0..1).is_err(),
-            "an address range that wraps is refused as a whole"
-        );
+        assert!(high.slice(0..1).is_err(), "an address range that wraps is refused as a whole");
         assert!(high.locate(0, 0).is_err());
     }
 

@@ -33,19 +33,10 @@ impl Pages {
     /// Maps at least `len` bytes, at least one.
     pub(crate) fn new(len: NonZeroUsize) -> Result<Pages> {
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
-        let addr = unsafe {
-            mmap_anonymous(
-                None,
-                len,
-                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
-                MapFlags::MAP_PRIVATE,
-            )
-        }
-        .map_err(|errno| OsError::new("mmap", errno))?;
-        Ok(Pages {
-            addr: addr.cast(),
-            mapped: len.get(),
-        })
+        let addr =
+            unsafe { mmap_anonymous(None, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE) }
+                .map_err(|errno| OsError::new("mmap", errno))?;
+        Ok(Pages { addr: addr.cast(), mapped: len.get() })
     }
 
     #[inline]
@@ -82,10 +73,7 @@ pub(crate) unsafe fn copy_out(src: NonNull<u8>, dst: *mut u8, len: usize) {
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     for i in 0..len {
         // SAFETY: both in range; the shared side by a relaxed atomic of one byte.
-        unsafe {
-            dst.add(i)
-                .write(AtomicU8::from_ptr(src.as_ptr().add(i)).load(Ordering::Relaxed))
-        }
+        unsafe { dst.add(i).write(AtomicU8::from_ptr(src.as_ptr().add(i)).load(Ordering::Relaxed)) }
     }
 }
 
@@ -102,9 +90,7 @@ pub(crate) unsafe fn copy_in(dst: NonNull<u8>, src: *const u8, len: usize) {
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     for i in 0..len {
         // SAFETY: both in range; the shared side by a relaxed atomic of one byte.
-        unsafe {
-            AtomicU8::from_ptr(dst.as_ptr().add(i)).store(src.add(i).read(), Ordering::Relaxed)
-        }
+        unsafe { AtomicU8::from_ptr(dst.as_ptr().add(i)).store(src.add(i).read(), Ordering::Relaxed) }
     }
 }
 
@@ -236,8 +222,7 @@ mod tests {
             std::thread::scope(|scope| {
                 let addr = pages.addr().as_ptr().expose_provenance();
                 scope.spawn(move || {
-                    let p = NonNull::new(std::ptr::with_exposed_provenance_mut::<u8>(addr))
-                        .expect("mapped");
+                    let p = NonNull::new(std::ptr::with_exposed_provenance_mut::<u8>(addr)).expect("mapped");
                     for i in 0..0x1_0000_u64 {
                         store_u64(p, i * 0x0001_0001_0001_0001);
                     }

@@ -45,14 +45,8 @@ impl ProtectionDomain {
     #[doc(alias = "ibv_alloc_pd")]
     pub fn new(context: &Context) -> Result<ProtectionDomain> {
         // SAFETY: the context is alive.
-        let raw = unsafe { sys::alloc_pd(context.raw()) }
-            .map_err(|errno| OsError::new("ibv_alloc_pd", errno))?;
-        Ok(ProtectionDomain {
-            inner: Arc::new(PdInner {
-                raw,
-                context: context.clone(),
-            }),
-        })
+        let raw = unsafe { sys::alloc_pd(context.raw()) }.map_err(|errno| OsError::new("ibv_alloc_pd", errno))?;
+        Ok(ProtectionDomain { inner: Arc::new(PdInner { raw, context: context.clone() }) })
     }
 
     /// The device it is on.
@@ -79,8 +73,6 @@ impl ProtectionDomain {
 
 impl fmt::Debug for ProtectionDomain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ProtectionDomain")
-            .field("context", self.context())
-            .finish_non_exhaustive()
+        f.debug_struct("ProtectionDomain").field("context", self.context()).finish_non_exhaustive()
     }
 }

@@ -24,27 +24,11 @@ pub(crate) struct Arena {
 
 impl Arena {
     pub(crate) fn new(pd: &ProtectionDomain, count: u32, size: usize) -> Result<Arena> {
-        let too_large = || {
-            Error::misuse(format!(
-                "{count} buffers of {size} bytes are more than memory can hold"
-            ))
-        };
-        let stride = size
-            .max(1)
-            .checked_next_multiple_of(ALIGN)
-            .ok_or_else(too_large)?;
-        let total = stride
-            .checked_mul(count as usize)
-            .filter(|&t| t <= isize::MAX as usize)
-            .ok_or_else(too_large)?;
-        let total = NonZeroUsize::new(total)
-            .ok_or(Error::misuse("a pool must have at least one buffer"))?;
-        Ok(Arena {
-            memory: Registered::new(pd, total, Access::LOCAL_WRITE)?,
-            stride,
-            size,
-            count,
-        })
+        let too_large = || Error::misuse(format!("{count} buffers of {size} bytes are more than memory can hold"));
+        let stride = size.max(1).checked_next_multiple_of(ALIGN).ok_or_else(too_large)?;
+        let total = stride.checked_mul(count as usize).filter(|&t| t <= isize::MAX as usize).ok_or_else(too_large)?;
+        let total = NonZeroUsize::new(total).ok_or(Error::misuse("a pool must have at least one buffer"))?;
+        Ok(Arena { memory: Registered::new(pd, total, Access::LOCAL_WRITE)?, stride, size, count })
     }
 
     /// The first byte of a slot.
@@ -98,23 +82,14 @@ impl BufferPool {
             return Err(Error::misuse("a pool can have at most 2^32 - 2 buffers"));
         }
         let arena = Arena::new(pd, count, size)?;
-        Ok(BufferPool {
-            inner: Arc::new(PoolInner {
-                free: FreeList::new(count),
-                arena,
-            }),
-        })
+        Ok(BufferPool { inner: Arc::new(PoolInner { free: FreeList::new(count), arena }) })
     }
 
     /// Takes a buffer, of length 0 at first; `None` when all are in use.
     #[inline]
     pub fn alloc(&self) -> Option<SendBuf> {
         let slot = self.inner.free.take()?;
-        Some(SendBuf {
-            slot,
-            len: 0,
-            pool: self.inner.clone(),
-        })
+        Some(SendBuf { slot, len: 0, pool: self.inner.clone() })
     }
 
     /// How many buffers there are, free or not.
@@ -166,11 +141,7 @@ impl SendBuf {
     /// When `len` is larger than [`capacity`](Self::capacity).
     #[inline]
     pub fn set_len(&mut self, len: usize) {
-        assert!(
-            len <= self.capacity(),
-            "a length of {len} in a buffer of {}",
-            self.capacity()
-        );
+        assert!(len <= self.capacity(), "a length of {len} in a buffer of {}", self.capacity());
         self.len = len;
     }
 
@@ -180,10 +151,7 @@ impl SendBuf {
     /// [`Error::TooLong`] when it does not fit.
     pub fn copy_from(&mut self, data: &[u8]) -> Result<()> {
         if data.len() > self.capacity() {
-            return Err(Error::TooLong {
-                len: data.len(),
-                limit: self.capacity(),
-            });
+            return Err(Error::TooLong { len: data.len(), limit: self.capacity() });
         }
         self.len = data.len();
         self.copy_from_slice(data);
@@ -234,10 +202,7 @@ impl Drop for SendBuf {
 
 impl fmt::Debug for SendBuf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SendBuf")
-            .field("len", &self.len)
-            .field("capacity", &self.capacity())
-            .finish_non_exhaustive()
+        f.debug_struct("SendBuf").field("len", &self.len).field("capacity", &self.capacity()).finish_non_exhaustive()
     }
 }
 

@@ -52,29 +52,11 @@ impl QueuePair {
         // SAFETY: live, as the caller says; these fields are constant.
         unsafe {
             let qp = raw.as_ptr();
-            assert_eq!(
-                (*qp).pd,
-                pd.as_raw(),
-                "the queue pair was made on this domain"
-            );
-            assert_eq!(
-                (*qp).send_cq,
-                send_cq.as_raw(),
-                "the queue pair was made with this send queue"
-            );
-            assert_eq!(
-                (*qp).recv_cq,
-                recv_cq.as_raw(),
-                "the queue pair was made with this receive queue"
-            );
+            assert_eq!((*qp).pd, pd.as_raw(), "the queue pair was made on this domain");
+            assert_eq!((*qp).send_cq, send_cq.as_raw(), "the queue pair was made with this send queue");
+            assert_eq!((*qp).recv_cq, recv_cq.as_raw(), "the queue pair was made with this receive queue");
         }
-        QueuePair {
-            raw,
-            destroyed: false,
-            send_cq: send_cq.clone(),
-            recv_cq: recv_cq.clone(),
-            pd: pd.clone(),
-        }
+        QueuePair { raw, destroyed: false, send_cq: send_cq.clone(), recv_cq: recv_cq.clone(), pd: pd.clone() }
     }
 
     /// Its number, by which peers name it.
@@ -154,10 +136,7 @@ impl QueuePair {
         let mut attr = sys::zeroed_qp_attr();
         attr.qp_state = sys::ibv_qp_state::IBV_QPS_RTS;
         attr.min_rnr_timer = rnr_code(wait);
-        self.modify(
-            attr,
-            sys::ibv_qp_attr_mask::IBV_QP_STATE | sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER,
-        )
+        self.modify(attr, sys::ibv_qp_attr_mask::IBV_QP_STATE | sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER)
     }
 
     fn modify(&self, mut attr: sys::ibv_qp_attr, mask: sys::ibv_qp_attr_mask) -> Result<()> {
@@ -220,9 +199,7 @@ impl Drop for QueuePair {
 
 impl fmt::Debug for QueuePair {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("QueuePair")
-            .field("qp_num", &self.qp_num())
-            .finish_non_exhaustive()
+        f.debug_struct("QueuePair").field("qp_num", &self.qp_num()).finish_non_exhaustive()
     }
 }
 
@@ -330,17 +307,11 @@ const RNR_STEPS: [(u8, u32); 32] = [
 ];
 
 fn rnr_code(wait: Duration) -> u8 {
-    RNR_STEPS
-        .iter()
-        .find(|&&(_, steps)| rnr_steps(steps) >= wait)
-        .map_or(0, |&(code, _)| code)
+    RNR_STEPS.iter().find(|&&(_, steps)| rnr_steps(steps) >= wait).map_or(0, |&(code, _)| code)
 }
 
 fn rnr_duration(code: u8) -> Duration {
-    RNR_STEPS
-        .iter()
-        .find(|&&(c, _)| c == code & 31)
-        .map_or(Duration::ZERO, |&(_, steps)| rnr_steps(steps))
+    RNR_STEPS.iter().find(|&&(c, _)| c == code & 31).map_or(Duration::ZERO, |&(_, steps)| rnr_steps(steps))
 }
 
 fn rnr_steps(steps: u32) -> Duration {

@@ -24,13 +24,12 @@ use nix::errno::Errno;
 #[cfg(target_pointer_width = "64")]
 pub use layout::LAYOUT;
 pub use rdma_sys::{
-    bind_mw_t, bind_mw_tso_union_t, ibv_access_flags, ibv_ah_attr, ibv_atomic_cap,
-    ibv_comp_channel, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_gid, ibv_gid_entry,
-    ibv_global_route, ibv_mr, ibv_mtu, ibv_node_type, ibv_pd, ibv_port_attr, ibv_port_state,
-    ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap, ibv_qp_init_attr, ibv_qp_state, ibv_qp_type,
-    ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_srq, ibv_transport_type, ibv_wc,
-    ibv_wc_flags, ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode, imm_data_invalidated_rkey_union_t,
-    qp_type_t, rdma_t, wr_t, xrc_t,
+    bind_mw_t, bind_mw_tso_union_t, ibv_access_flags, ibv_ah_attr, ibv_atomic_cap, ibv_comp_channel, ibv_context,
+    ibv_cq, ibv_device, ibv_device_attr, ibv_gid, ibv_gid_entry, ibv_global_route, ibv_mr, ibv_mtu, ibv_node_type,
+    ibv_pd, ibv_port_attr, ibv_port_state, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap, ibv_qp_init_attr,
+    ibv_qp_state, ibv_qp_type, ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_srq, ibv_transport_type, ibv_wc,
+    ibv_wc_flags, ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode, imm_data_invalidated_rkey_union_t, qp_type_t, rdma_t,
+    wr_t, xrc_t,
 };
 
 /// `IBV_LINK_LAYER_*`: an anonymous enum that bindgen leaves out.
@@ -100,11 +99,7 @@ pub unsafe fn device_name(device: NonNull<ibv_device>) -> String {
     // SAFETY: the caller's device is alive; its name is a NUL-terminated array inside it.
     unsafe {
         let name: *const c_char = rdma_sys::ibv_get_device_name(device.as_ptr());
-        if name.is_null() {
-            String::new()
-        } else {
-            CStr::from_ptr(name).to_string_lossy().into_owned()
-        }
+        if name.is_null() { String::new() } else { CStr::from_ptr(name).to_string_lossy().into_owned() }
     }
 }
 
@@ -127,10 +122,7 @@ pub unsafe fn query_device(context: NonNull<ibv_context>) -> Result<ibv_device_a
     let mut attr = MaybeUninit::<ibv_device_attr>::zeroed();
     // SAFETY: the context is alive; the structure is plain data, zeroed, so valid even if partly written.
     unsafe {
-        cvt_errno(rdma_sys::ibv_query_device(
-            context.as_ptr(),
-            attr.as_mut_ptr(),
-        ))?;
+        cvt_errno(rdma_sys::ibv_query_device(context.as_ptr(), attr.as_mut_ptr()))?;
         Ok(attr.assume_init())
     }
 }
@@ -145,19 +137,11 @@ pub unsafe fn query_port(context: NonNull<ibv_context>, port: u8) -> Result<ibv_
         let rc = match extended(context) {
             Some(ext)
                 if (*ext.as_ptr()).sz
-                    >= size_of::<rdma_sys::verbs_context>()
-                        - offset_of!(rdma_sys::verbs_context, query_port) =>
+                    >= size_of::<rdma_sys::verbs_context>() - offset_of!(rdma_sys::verbs_context, query_port) =>
             {
                 match (*ext.as_ptr()).query_port {
-                    Some(query) => query(
-                        context.as_ptr(),
-                        port,
-                        attr.as_mut_ptr(),
-                        size_of::<ibv_port_attr>(),
-                    ),
-                    None => {
-                        rdma_sys::ibv_query_port(context.as_ptr(), port, attr.as_mut_ptr().cast())
-                    }
+                    Some(query) => query(context.as_ptr(), port, attr.as_mut_ptr(), size_of::<ibv_port_attr>()),
+                    None => rdma_sys::ibv_query_port(context.as_ptr(), port, attr.as_mut_ptr().cast()),
                 }
             }
             _ => rdma_sys::ibv_query_port(context.as_ptr(), port, attr.as_mut_ptr().cast()),
@@ -174,27 +158,16 @@ unsafe fn extended(context: NonNull<ibv_context>) -> Option<NonNull<rdma_sys::ve
         if (*context.as_ptr()).abi_compat.addr() != usize::MAX {
             return None;
         }
-        let outer = context
-            .as_ptr()
-            .byte_sub(offset_of!(rdma_sys::verbs_context, context));
+        let outer = context.as_ptr().byte_sub(offset_of!(rdma_sys::verbs_context, context));
         NonNull::new(outer.cast())
     }
 }
 
-pub unsafe fn query_gid_table(
-    context: NonNull<ibv_context>,
-    max: usize,
-) -> Result<Vec<ibv_gid_entry>> {
+pub unsafe fn query_gid_table(context: NonNull<ibv_context>, max: usize) -> Result<Vec<ibv_gid_entry>> {
     let mut entries: Vec<ibv_gid_entry> = Vec::with_capacity(max);
     // SAFETY: the context is alive; at most `max` entries are written, and the count written is returned.
     unsafe {
-        let n = _ibv_query_gid_table(
-            context.as_ptr(),
-            entries.as_mut_ptr(),
-            max,
-            0,
-            size_of::<ibv_gid_entry>(),
-        );
+        let n = _ibv_query_gid_table(context.as_ptr(), entries.as_mut_ptr(), max, 0, size_of::<ibv_gid_entry>());
         if n < 0 {
             return Err(errno_of(n as c_int));
         }
@@ -227,21 +200,9 @@ pub unsafe fn dealloc_pd(pd: NonNull<ibv_pd>) -> Result<()> {
     cvt_errno(unsafe { rdma_sys::ibv_dealloc_pd(pd.as_ptr()) })
 }
 
-pub unsafe fn reg_mr(
-    pd: NonNull<ibv_pd>,
-    addr: NonNull<u8>,
-    len: usize,
-    access: u32,
-) -> Result<NonNull<ibv_mr>> {
+pub unsafe fn reg_mr(pd: NonNull<ibv_pd>, addr: NonNull<u8>, len: usize, access: u32) -> Result<NonNull<ibv_mr>> {
     // SAFETY: the caller's domain is alive and owns `len` bytes at `addr` until the region is deregistered.
-    cvt_ptr(unsafe {
-        rdma_sys::ibv_reg_mr(
-            pd.as_ptr(),
-            addr.as_ptr().cast::<c_void>(),
-            len,
-            access as c_int,
-        )
-    })
+    cvt_ptr(unsafe { rdma_sys::ibv_reg_mr(pd.as_ptr(), addr.as_ptr().cast::<c_void>(), len, access as c_int) })
 }
 
 pub unsafe fn dereg_mr(mr: NonNull<ibv_mr>) -> Result<()> {
@@ -251,9 +212,7 @@ pub unsafe fn dereg_mr(mr: NonNull<ibv_mr>) -> Result<()> {
 
 // Completion channels and queues.
 
-pub unsafe fn create_comp_channel(
-    context: NonNull<ibv_context>,
-) -> Result<NonNull<ibv_comp_channel>> {
+pub unsafe fn create_comp_channel(context: NonNull<ibv_context>) -> Result<NonNull<ibv_comp_channel>> {
     // SAFETY: the caller's context is alive.
     cvt_ptr(unsafe { rdma_sys::ibv_create_comp_channel(context.as_ptr()) })
 }
@@ -271,9 +230,7 @@ pub unsafe fn create_cq(
 ) -> Result<NonNull<ibv_cq>> {
     let channel = channel.map_or(ptr::null_mut(), NonNull::as_ptr);
     // SAFETY: the caller's context and channel are alive, the channel for as long as the queue.
-    cvt_ptr(unsafe {
-        rdma_sys::ibv_create_cq(context.as_ptr(), depth, ptr::null_mut(), channel, vector)
-    })
+    cvt_ptr(unsafe { rdma_sys::ibv_create_cq(context.as_ptr(), depth, ptr::null_mut(), channel, vector) })
 }
 
 pub unsafe fn destroy_cq(cq: NonNull<ibv_cq>) -> Result<()> {
@@ -286,9 +243,7 @@ pub unsafe fn get_cq_event(channel: NonNull<ibv_comp_channel>) -> Result<*mut ib
     let mut cq = ptr::null_mut();
     let mut user = ptr::null_mut();
     // SAFETY: the caller's channel is alive, the out-pointers are writable.
-    cvt_minus_one(unsafe {
-        rdma_sys::ibv_get_cq_event(channel.as_ptr(), &raw mut cq, &raw mut user)
-    })?;
+    cvt_minus_one(unsafe { rdma_sys::ibv_get_cq_event(channel.as_ptr(), &raw mut cq, &raw mut user) })?;
     Ok(cq)
 }
 
@@ -311,10 +266,7 @@ pub unsafe fn req_notify_cq(cq: NonNull<ibv_cq>) -> Result<()> {
 
 // Queue pairs.
 
-pub unsafe fn create_qp(
-    pd: NonNull<ibv_pd>,
-    attr: &mut ibv_qp_init_attr,
-) -> Result<NonNull<ibv_qp>> {
+pub unsafe fn create_qp(pd: NonNull<ibv_pd>, attr: &mut ibv_qp_init_attr) -> Result<NonNull<ibv_qp>> {
     // SAFETY: the caller's domain is alive, and so are the queues named in `attr`.
     cvt_ptr(unsafe { rdma_sys::ibv_create_qp(pd.as_ptr(), attr) })
 }
@@ -324,24 +276,15 @@ pub unsafe fn destroy_qp(qp: NonNull<ibv_qp>) -> Result<()> {
     cvt_errno(unsafe { rdma_sys::ibv_destroy_qp(qp.as_ptr()) })
 }
 
-pub unsafe fn modify_qp(
-    qp: NonNull<ibv_qp>,
-    attr: &mut ibv_qp_attr,
-    mask: ibv_qp_attr_mask,
-) -> Result<()> {
+pub unsafe fn modify_qp(qp: NonNull<ibv_qp>, attr: &mut ibv_qp_attr, mask: ibv_qp_attr_mask) -> Result<()> {
     // SAFETY: the caller's queue pair is alive; `attr` is only read.
     cvt_errno(unsafe { rdma_sys::ibv_modify_qp(qp.as_ptr(), attr, mask.0 as c_int) })
 }
 
-pub unsafe fn query_qp(
-    qp: NonNull<ibv_qp>,
-    mask: ibv_qp_attr_mask,
-) -> Result<(ibv_qp_attr, ibv_qp_init_attr)> {
+pub unsafe fn query_qp(qp: NonNull<ibv_qp>, mask: ibv_qp_attr_mask) -> Result<(ibv_qp_attr, ibv_qp_init_attr)> {
     let (mut attr, mut init) = (zeroed_qp_attr(), zeroed_qp_init_attr());
     // SAFETY: the caller's queue pair is alive; both structures are writable.
-    cvt_errno(unsafe {
-        rdma_sys::ibv_query_qp(qp.as_ptr(), &raw mut attr, mask.0 as c_int, &raw mut init)
-    })?;
+    cvt_errno(unsafe { rdma_sys::ibv_query_qp(qp.as_ptr(), &raw mut attr, mask.0 as c_int, &raw mut init) })?;
     Ok((attr, init))
 }
 

@@ -41,19 +41,13 @@ enum Limit {
 
 impl Patience {
     /// Not at all.
-    pub(crate) const NONE: Patience = Patience {
-        limit: Limit::Never,
-        deadline: None,
-    };
+    pub(crate) const NONE: Patience = Patience { limit: Limit::Never, deadline: None };
 
     /// For ever, or for this long.
     #[inline]
     pub(crate) fn from_timeout(timeout: Option<Duration>) -> Patience {
         let limit = timeout.map_or(Limit::Forever, Limit::For);
-        Patience {
-            limit,
-            deadline: None,
-        }
+        Patience { limit, deadline: None }
     }
 
     /// As the caller of a `_timeout` function says; zero is refused as std does.
@@ -66,9 +60,7 @@ impl Patience {
         match (self.limit, self.deadline) {
             (Limit::Never, _) => Err(Error::WouldBlock),
             (Limit::Forever, _) => Ok(None),
-            (Limit::For(_), Some(deadline)) if Instant::now() >= deadline => {
-                Err(Error::TimedOut(what))
-            }
+            (Limit::For(_), Some(deadline)) if Instant::now() >= deadline => Err(Error::TimedOut(what)),
             (Limit::For(_), Some(deadline)) => Ok(Some(deadline)),
             (Limit::For(timeout), None) => {
                 // A time too far for the clock is for ever.
@@ -85,9 +77,7 @@ impl Patience {
 /// Refuses a timeout of zero, like std's sockets.
 pub(crate) fn check_timeout(timeout: Option<Duration>) -> Result<()> {
     if timeout == Some(Duration::ZERO) {
-        return Err(Error::misuse(
-            "a timeout of zero is not allowed; use the `try_` form to not wait at all",
-        ));
+        return Err(Error::misuse("a timeout of zero is not allowed; use the `try_` form to not wait at all"));
     }
     Ok(())
 }
@@ -101,15 +91,8 @@ pub(crate) struct Waiter {
 
 impl Waiter {
     pub(crate) fn new(mode: Wait, spin: Duration) -> Waiter {
-        let spin = if mode == Wait::Adaptive && processors() > 1 {
-            spin
-        } else {
-            Duration::ZERO
-        };
-        Waiter {
-            mode,
-            spin: SpinBudget::new(spin),
-        }
+        let spin = if mode == Wait::Adaptive && processors() > 1 { spin } else { Duration::ZERO };
+        Waiter { mode, spin: SpinBudget::new(spin) }
     }
 
     /// Calls `progress` until it returns something, waiting between the calls as the mode says.
@@ -163,10 +146,7 @@ impl Waiter {
 }
 
 /// Polls until the time is over. The clock is read every few rounds, since it costs more than a poll.
-fn spin<T>(
-    until: Option<Instant>,
-    progress: &mut impl FnMut() -> Result<Option<T>>,
-) -> Result<Option<T>> {
+fn spin<T>(until: Option<Instant>, progress: &mut impl FnMut() -> Result<Option<T>>) -> Result<Option<T>> {
     loop {
         for _ in 0..16 {
             if let Some(done) = progress()? {
@@ -183,13 +163,9 @@ fn spin<T>(
 /// Sleeps until there is an event, the connection is closed, the deadline is over, or a signal came.
 /// Returns whether there is an event.
 fn sleep(cq: &CompletionQueue, closed: BorrowedFd<'_>, deadline: Option<Instant>) -> Result<bool> {
-    let events = cq.event_fd().ok_or(Error::Misuse(
-        "a completion queue without a channel cannot be waited for".into(),
-    ))?;
-    let mut fds = [
-        PollFd::new(events, PollFlags::POLLIN),
-        PollFd::new(closed.as_fd(), PollFlags::POLLIN),
-    ];
+    let events =
+        cq.event_fd().ok_or(Error::Misuse("a completion queue without a channel cannot be waited for".into()))?;
+    let mut fds = [PollFd::new(events, PollFlags::POLLIN), PollFd::new(closed.as_fd(), PollFlags::POLLIN)];
     match poll(&mut fds, poll_timeout(deadline, Instant::now)) {
         Ok(_) => Ok(fds[0].any().unwrap_or(true)),
         Err(Errno::EINTR) => Ok(false),
@@ -204,10 +180,7 @@ fn poll_timeout(deadline: Option<Instant>, now: impl FnOnce() -> Instant) -> Pol
         Some(deadline) => {
             let rest = deadline.saturating_duration_since(now());
             let millis = rest.as_nanos().div_ceil(1_000_000);
-            i32::try_from(millis)
-                .ok()
-                .and_then(|ms| PollTimeout::try_from(ms).ok())
-                .unwrap_or(PollTimeout::MAX)
+            i32::try_from(millis).ok().and_then(|ms| PollTimeout::try_from(ms).ok()).unwrap_or(PollTimeout::MAX)
         }
     }
 }
@@ -235,11 +208,7 @@ const PROBE: u32 = 64;
 
 impl SpinBudget {
     fn new(max: Duration) -> SpinBudget {
-        SpinBudget {
-            max,
-            misses: 0,
-            skipped: 0,
-        }
+        SpinBudget { max, misses: 0, skipped: 0 }
     }
 
     /// How long the next wait spins, if at all.
@@ -259,11 +228,7 @@ impl SpinBudget {
 
     /// Whether spinning found something.
     fn learn(&mut self, hit: bool) {
-        self.misses = if hit {
-            0
-        } else {
-            (self.misses + 1).min(GIVE_UP)
-        };
+        self.misses = if hit { 0 } else { (self.misses + 1).min(GIVE_UP) };
     }
 }
 
@@ -278,29 +243,19 @@ mod tests {
             assert_eq!(spin.next(), Some(Duration::from_micros(20)));
             spin.learn(false);
         }
-        let waits = (1..)
-            .find(|_| spin.next().is_some())
-            .expect("a probe comes");
+        let waits = (1..).find(|_| spin.next().is_some()).expect("a probe comes");
         assert_eq!(waits, PROBE);
         spin.learn(false);
         assert_eq!(spin.next(), None, "one failed probe changes nothing");
         while spin.next().is_none() {}
         spin.learn(true);
-        assert!(
-            spin.next().is_some(),
-            "a probe that succeeds starts it again"
-        );
+        assert!(spin.next().is_some(), "a probe that succeeds starts it again");
     }
 
     #[test]
     fn no_budget_no_spin() {
         assert_eq!(SpinBudget::new(Duration::ZERO).next(), None);
-        assert!(
-            Waiter::new(Wait::Sleep, Duration::from_micros(20))
-                .spin
-                .next()
-                .is_none()
-        );
+        assert!(Waiter::new(Wait::Sleep, Duration::from_micros(20)).spin.next().is_none());
     }
 
     #[test]
@@ -308,30 +263,12 @@ mod tests {
         let mut patience = Patience::of(Duration::from_secs(60)).expect("not zero");
         let first = patience.deadline("x").expect("not over").expect("limited");
         assert_eq!(patience.deadline("x").expect("not over"), Some(first));
-        assert!(matches!(
-            Patience::NONE.clone().deadline("x"),
-            Err(Error::WouldBlock)
-        ));
-        assert!(matches!(
-            Patience::from_timeout(None).deadline("x"),
-            Ok(None)
-        ));
-        assert!(matches!(
-            Patience::of(Duration::MAX).expect("not zero").deadline("x"),
-            Ok(None)
-        ));
-        assert!(matches!(
-            Patience::of(Duration::ZERO),
-            Err(Error::Misuse(_))
-        ));
-        let mut over = Patience {
-            limit: Limit::For(Duration::from_secs(1)),
-            deadline: Some(Instant::now()),
-        };
-        assert!(matches!(
-            over.deadline("a message"),
-            Err(Error::TimedOut("a message"))
-        ));
+        assert!(matches!(Patience::NONE.clone().deadline("x"), Err(Error::WouldBlock)));
+        assert!(matches!(Patience::from_timeout(None).deadline("x"), Ok(None)));
+        assert!(matches!(Patience::of(Duration::MAX).expect("not zero").deadline("x"), Ok(None)));
+        assert!(matches!(Patience::of(Duration::ZERO), Err(Error::Misuse(_))));
+        let mut over = Patience { limit: Limit::For(Duration::from_secs(1)), deadline: Some(Instant::now()) };
+        assert!(matches!(over.deadline("a message"), Err(Error::TimedOut("a message"))));
     }
 
     #[test]

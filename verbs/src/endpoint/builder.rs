@@ -45,19 +45,11 @@ impl EndpointBuilder {
     pub fn new(pd: &ProtectionDomain, options: &EndpointOptions) -> Result<EndpointBuilder> {
         let context = pd.context();
         let device = context.attributes()?;
-        let ports = (1..=device.ports)
-            .map(|n| context.port(n))
-            .collect::<Result<Vec<_>>>()?;
+        let ports = (1..=device.ports).map(|n| context.port(n)).collect::<Result<Vec<_>>>()?;
         let max_message = options::max_message(&ports);
         options.check(&device, max_message)?;
-        let cq = |depth| {
-            CompletionQueue::with_limit(
-                context,
-                depth,
-                device.max_cqe,
-                Some(CompletionChannel::new(context)?),
-            )
-        };
+        let cq =
+            |depth| CompletionQueue::with_limit(context, depth, device.max_cqe, Some(CompletionChannel::new(context)?));
         Ok(EndpointBuilder {
             inline: options.max_inline,
             max_message,
@@ -65,11 +57,7 @@ impl EndpointBuilder {
             // with these depths neither queue can overrun.
             send_cq: cq(options.send_depth)?,
             recv_cq: cq(options.recv_depth)?,
-            send_slots: Arena::new(
-                pd,
-                SendState::places(options.send_depth),
-                options.message_size,
-            )?,
+            send_slots: Arena::new(pd, SendState::places(options.send_depth), options.message_size)?,
             recv_slots: Arena::new(pd, options.recv_depth, options.message_size)?,
             closed: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
                 .map_err(|errno| OsError::new("eventfd", errno))?,
@@ -111,10 +99,7 @@ impl EndpointBuilder {
             65..=128 => 64,
             more => more / 2,
         };
-        log::debug!(
-            "inline data: {before} bytes refused, trying {}",
-            self.inline
-        );
+        log::debug!("inline data: {before} bytes refused, trying {}", self.inline);
         true
     }
 
@@ -135,11 +120,7 @@ impl EndpointBuilder {
     ///
     /// # Panics
     /// When `qp` is null or was not made on this builder's objects.
-    pub unsafe fn build(
-        self,
-        qp: *mut sys::ibv_qp,
-        granted: &sys::ibv_qp_init_attr,
-    ) -> Result<Endpoint> {
+    pub unsafe fn build(self, qp: *mut sys::ibv_qp, granted: &sys::ibv_qp_init_attr) -> Result<Endpoint> {
         // SAFETY: as the caller says.
         let qp = unsafe { QueuePair::from_raw(qp, &self.pd, &self.send_cq, &self.recv_cq) };
         self.finish(qp, QueuePairCaps::from_raw(&granted.cap))
@@ -154,8 +135,7 @@ impl EndpointBuilder {
         let (qp, granted) = loop {
             match QueuePair::create(&self.pd, &self.send_cq, &self.recv_cq, self.caps()) {
                 Ok(made) => break made,
-                Err(crate::Error::Os(e))
-                    if e.errno == nix::errno::Errno::EINVAL && self.reduce_inline() => {}
+                Err(crate::Error::Os(e)) if e.errno == nix::errno::Errno::EINVAL && self.reduce_inline() => {}
                 Err(e) => return Err(e),
             }
         };
@@ -169,13 +149,8 @@ impl EndpointBuilder {
         for slot in 0..self.options.recv_depth {
             shared.post_recv(slot)?;
         }
-        let state = SendState::new(
-            &self.options,
-            self.send_slots,
-            granted.max_inline,
-            self.max_message,
-        );
-        let send = SendHalf::new(shared.clone(), state);
+        let state = SendState::new(&self.options, self.send_slots, granted.max_inline, self.max_message);
+        let send = SendHalf::new(shared.clone(), state, &self.options);
         let recv = RecvHalf::new(shared, &self.options);
         Ok(Endpoint::new(send, recv))
     }
@@ -183,8 +158,6 @@ impl EndpointBuilder {
 
 impl fmt::Debug for EndpointBuilder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EndpointBuilder")
-            .field("options", &self.options)
-            .finish_non_exhaustive()
+        f.debug_struct("EndpointBuilder").field("options", &self.options).finish_non_exhaustive()
     }
 }

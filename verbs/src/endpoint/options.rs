@@ -84,37 +84,17 @@ setters! {
 impl EndpointOptions {
     /// Refuses what the device cannot do, by name, where the kernel would only say `EINVAL` or `ENOMEM`.
     pub(super) fn check(&self, device: &DeviceAttributes, max_message: usize) -> Result<()> {
-        let fits = |what, asked: u64, allowed: u32| {
-            LimitError::check(what, asked, allowed.into(), "lower the option")
-        };
+        let fits = |what, asked: u64, allowed: u32| LimitError::check(what, asked, allowed.into(), "lower the option");
         if self.send_depth == 0 || self.recv_depth == 0 {
-            return Err(Error::misuse(
-                "the options send_depth and recv_depth must be at least 1",
-            ));
+            return Err(Error::misuse("the options send_depth and recv_depth must be at least 1"));
         }
         if self.message_size == 0 {
             return Err(Error::misuse("the option message_size must be at least 1"));
         }
-        fits(
-            "option send_depth (device limit max_qp_wr)",
-            self.send_depth.into(),
-            device.max_qp_wr,
-        )?;
-        fits(
-            "option recv_depth (device limit max_qp_wr)",
-            self.recv_depth.into(),
-            device.max_qp_wr,
-        )?;
-        fits(
-            "option send_depth (device limit max_cqe)",
-            self.send_depth.into(),
-            device.max_cqe,
-        )?;
-        fits(
-            "option recv_depth (device limit max_cqe)",
-            self.recv_depth.into(),
-            device.max_cqe,
-        )?;
+        fits("option send_depth (device limit max_qp_wr)", self.send_depth.into(), device.max_qp_wr)?;
+        fits("option recv_depth (device limit max_qp_wr)", self.recv_depth.into(), device.max_qp_wr)?;
+        fits("option send_depth (device limit max_cqe)", self.send_depth.into(), device.max_cqe)?;
+        fits("option recv_depth (device limit max_cqe)", self.recv_depth.into(), device.max_cqe)?;
         LimitError::check(
             "option message_size (limit of the port, max_msg_sz)",
             self.message_size as u64,
@@ -134,12 +114,7 @@ impl EndpointOptions {
 
 /// The largest message that all active ports carry, in bytes.
 pub(super) fn max_message<'a>(ports: impl IntoIterator<Item = &'a PortAttributes>) -> usize {
-    ports
-        .into_iter()
-        .map(|port| port.max_message)
-        .filter(|&bytes| bytes > 0)
-        .min()
-        .unwrap_or(1 << 30)
+    ports.into_iter().map(|port| port.max_message).filter(|&bytes| bytes > 0).min().unwrap_or(1 << 30)
 }
 
 #[cfg(test)]
@@ -150,14 +125,8 @@ mod tests {
     fn signalling_never_lets_the_queue_fill_up_untold() {
         for depth in 1..200 {
             for every in [0, 1, 2, 100, u32::MAX] {
-                let n = EndpointOptions::default()
-                    .send_depth(depth)
-                    .signal_every(every)
-                    .signal_interval();
-                assert!(
-                    n >= 1 && n <= u64::from(depth),
-                    "depth {depth}, every {every}: {n}"
-                );
+                let n = EndpointOptions::default().send_depth(depth).signal_every(every).signal_interval();
+                assert!(n >= 1 && n <= u64::from(depth), "depth {depth}, every {every}: {n}");
             }
         }
     }

@@ -113,10 +113,7 @@ impl RecvHalf {
         let len = message.len as usize;
         if len > buf.len() {
             self.ready.push_front(message);
-            return Err(Error::Truncated {
-                len,
-                capacity: buf.len(),
-            });
+            return Err(Error::Truncated { len, capacity: buf.len() });
         }
         let from = self.shared.slots().slot(message.slot);
         // SAFETY: the slot is not posted and its index is in `message` alone; `len` is within it (checked in
@@ -129,12 +126,7 @@ impl RecvHalf {
     #[inline]
     fn recv_buf_within(&mut self, patience: Patience) -> Result<RecvBuf> {
         let Message { slot, len, imm } = self.next(patience)?;
-        Ok(RecvBuf {
-            slot,
-            len,
-            imm,
-            shared: self.shared.clone(),
-        })
+        Ok(RecvBuf { slot, len, imm, shared: self.shared.clone() })
     }
 
     /// The next message, which is the caller's from then on.
@@ -147,19 +139,15 @@ impl RecvHalf {
             return Ok(message);
         }
         let (shared, batch) = (&*self.shared, &mut *self.batch);
-        self.waiter.wait(
-            shared.queue_pair().recv_cq(),
-            shared.closed_fd(),
-            &mut patience,
-            WHAT,
-            || advance(shared, batch),
-        )
+        let (cq, closed) = (shared.queue_pair().recv_cq(), shared.closed_fd());
+        let progress = || advance(shared, batch);
+        shared.settle(self.waiter.wait(cq, closed, &mut patience, WHAT, progress))
     }
 
     /// Looks through all receive completions for a better cause than a flush, which the sending half met.
     /// Messages found on the way are kept.
     #[cold]
-    pub(super) fn explain(&mut self, e: Error) -> Error {
+    pub fn explain(&mut self, e: Error) -> Error {
         if !e.is_flush() {
             return e;
         }
@@ -179,9 +167,8 @@ fn advance(shared: &Shared, batch: &mut Completions) -> Result<Option<Message>> 
             if completion.is_success() {
                 match accept(shared, &completion) {
                     Some(message) => return Ok(Some(message)),
-                    None => shared.fail_by(Error::Provider(
-                        "a receive completed that was not posted, or with a wrong length",
-                    )),
+                    None => shared
+                        .fail_by(Error::Provider("a receive completed that was not posted, or with a wrong length")),
                 }
             } else {
                 broke(shared, &completion);
@@ -189,18 +176,8 @@ fn advance(shared: &Shared, batch: &mut Completions) -> Result<Option<Message>> 
         }
         // In this order: what is set after the queue was empty cannot hide a message.
         let broken = shared.is_broken();
-        if shared
-            .queue_pair()
-            .recv_cq()
-            .poll(batch)
-            .inspect_err(|e| shared.fail_by(e.clone()))?
-            == 0
-        {
-            return if broken {
-                Err(shared.reason())
-            } else {
-                Ok(None)
-            };
+        if shared.queue_pair().recv_cq().poll(batch).inspect_err(|e| shared.fail_by(e.clone()))? == 0 {
+            return if broken { Err(shared.reason()) } else { Ok(None) };
         }
     }
 }
@@ -210,11 +187,7 @@ fn advance(shared: &Shared, batch: &mut Completions) -> Result<Option<Message>> 
 fn accept(shared: &Shared, completion: &Completion) -> Option<Message> {
     let slot = shared.take_posted(completion.wr_id)?;
     let len = completion.byte_len;
-    (len as usize <= shared.slots().size()).then_some(Message {
-        slot,
-        len,
-        imm: completion.imm,
-    })
+    (len as usize <= shared.slots().size()).then_some(Message { slot, len, imm: completion.imm })
 }
 
 #[cold]
@@ -279,9 +252,6 @@ impl Drop for RecvBuf {
 
 impl fmt::Debug for RecvBuf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RecvBuf")
-            .field("len", &self.len)
-            .field("imm", &self.imm)
-            .finish_non_exhaustive()
+        f.debug_struct("RecvBuf").field("len", &self.len).field("imm", &self.imm).finish_non_exhaustive()
     }
 }

@@ -49,7 +49,7 @@ pub(super) struct Shared {
     /// Somebody waited for `cause` to be told already.
     waited: AtomicBool,
     hook: OnceLock<Box<dyn Fn() + Send + Sync>>,
-    /// An error completion was found.
+    /// It was a half that found it broken.
     found: AtomicBool,
     told: AtomicBool,
     /// Send completions that the receive half took while it looked for the cause.
@@ -119,46 +119,53 @@ impl Shared {
             }
             self.waited.store(true, Ordering::Relaxed);
         }
-        self.cause()
-            .unwrap_or(Error::Provider("a broken connection without a cause"))
+        self.cause().unwrap_or(Error::Provider("a broken connection without a cause"))
     }
 
     /// Breaks the connection for this cause, unless it is broken: stops the queue pair, wakes the halves.
+    /// Returns whether it was not broken before.
     #[cold]
-    pub(super) fn fail(&self, cause: Error) {
-        self.note(cause);
+    pub(super) fn fail(&self, cause: Error) -> bool {
+        let first = self.note(cause);
         if !self.stopped.swap(true, Ordering::AcqRel)
             && let Err(e) = self.qp.set_error()
         {
             // Usual when the device is gone, or the queue pair never got to a state it can leave.
             log::debug!("qp {:#x}: {e}", self.qp.qp_num());
         }
+        first
     }
 
-    /// Breaks the connection, but leaves the queue pair as it is.
+    /// Breaks the connection, but leaves the queue pair as it is. Returns whether it was not broken before.
     #[cold]
-    pub(super) fn note(&self, cause: Error) {
-        let place = if cause.is_flush() {
-            &self.flushed
-        } else {
-            &self.cause
-        };
+    pub(super) fn note(&self, cause: Error) -> bool {
+        let place = if cause.is_flush() { &self.flushed } else { &self.cause };
         if let Ok(()) = place.set(cause) {
             log::debug!("qp {:#x}: broken: {:?}", self.qp.qp_num(), place.get());
         }
-        if !self.broken.swap(true, Ordering::AcqRel)
-            && let Err(errno) = self.closed.write(1)
-        {
+        let first = !self.broken.swap(true, Ordering::AcqRel);
+        if first && let Err(errno) = self.closed.write(1) {
             log::warn!("eventfd: {errno}");
+        }
+        first
+    }
+
+    /// [`fail`](Self::fail) for what a half found; tells the hook if nothing was known before.
+    #[cold]
+    pub(super) fn fail_by(&self, cause: Error) {
+        if self.fail(cause) {
+            self.found.store(true, Ordering::SeqCst);
+            self.tell();
         }
     }
 
-    /// [`fail`](Self::fail), for a completion that says so; tells the hook.
-    #[cold]
-    pub(super) fn fail_by(&self, cause: Error) {
-        self.fail(cause);
-        self.found.store(true, Ordering::SeqCst);
-        self.tell();
+    /// A wait that failed by itself, not by its time or by the connection's end, breaks the connection.
+    #[inline]
+    pub(super) fn settle<T>(&self, waited: Result<T>) -> Result<T> {
+        if let Err(e @ (Error::Os(_) | Error::Provider(_))) = &waited {
+            self.fail_by(e.clone());
+        }
+        waited
     }
 
     pub(super) fn set_hook(&self, hook: Box<dyn Fn() + Send + Sync>) {
@@ -183,10 +190,7 @@ impl Shared {
     pub(super) fn look_for_cause(&self) {
         let mut spill = lock(&self.spill);
         self.drain_sends(&mut spill);
-        let cause = spill
-            .iter()
-            .find(|c| !c.is_success() && c.status != WorkStatus::FLUSHED)
-            .map(send_error);
+        let cause = spill.iter().find(|c| !c.is_success() && c.status != WorkStatus::FLUSHED).map(send_error);
         drop(spill);
         if let Some(cause) = cause {
             self.fail_by(cause);
@@ -221,12 +225,8 @@ impl Shared {
             length: self.slots.size() as u32,
             lkey: self.slots.lkey(),
         };
-        let mut wr = sys::ibv_recv_wr {
-            wr_id: u64::from(slot),
-            next: ptr::null_mut(),
-            sg_list: &raw mut sge,
-            num_sge: 1,
-        };
+        let mut wr =
+            sys::ibv_recv_wr { wr_id: u64::from(slot), next: ptr::null_mut(), sg_list: &raw mut sge, num_sge: 1 };
         self.posted[slot as usize].store(true, Ordering::Relaxed);
         // SAFETY: the slot lies in the arena, which is registered for local writes and outlives the queue
         // pair; it is not posted and nobody else has its index, so nobody touches it until its completion.
@@ -265,10 +265,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         if self.qp.destroy() {
-            let parked = self
-                .parked
-                .get_mut()
-                .unwrap_or_else(PoisonError::into_inner);
+            let parked = self.parked.get_mut().unwrap_or_else(PoisonError::into_inner);
             // SAFETY: dropped once, here; the device is done with them.
             unsafe {
                 ManuallyDrop::drop(parked);
@@ -282,12 +279,7 @@ impl Drop for Shared {
 #[cold]
 pub(super) fn send_error(completion: &Completion) -> Error {
     let opcode = inflight::kind_of(completion.wr_id).unwrap_or(Opcode::Send);
-    Error::Work(WorkError {
-        status: completion.status,
-        opcode,
-        vendor: completion.vendor,
-        buffer: None,
-    })
+    Error::Work(WorkError { status: completion.status, opcode, vendor: completion.vendor, buffer: None })
 }
 
 /// Nothing that is done under these locks can panic half-way, so a poisoned one is as good.

@@ -146,8 +146,8 @@ impl QueuePair {
         attr.cap = caps.to_raw();
         attr.qp_type = sys::ibv_qp_type::IBV_QPT_RC;
         // SAFETY: the domain and the queues are alive.
-        let raw = unsafe { sys::create_qp(pd.raw(), &mut attr) }
-            .map_err(|errno| OsError::new("ibv_create_qp", errno))?;
+        let raw =
+            unsafe { sys::create_qp(pd.raw(), &mut attr) }.map_err(|errno| OsError::new("ibv_create_qp", errno))?;
         // SAFETY: just made on these objects, and ours.
         let qp = unsafe { QueuePair::from_raw(raw.as_ptr(), pd, send_cq, recv_cq) };
         Ok((qp, QueuePairCaps::from_raw(&attr.cap)))
@@ -162,13 +162,7 @@ impl QueuePair {
         attr.qp_state = sys::ibv_qp_state::IBV_QPS_INIT;
         attr.port_num = port;
         attr.qp_access_flags = access.bits();
-        self.modify(
-            attr,
-            Mask::IBV_QP_STATE
-                | Mask::IBV_QP_PKEY_INDEX
-                | Mask::IBV_QP_PORT
-                | Mask::IBV_QP_ACCESS_FLAGS,
-        )
+        self.modify(attr, Mask::IBV_QP_STATE | Mask::IBV_QP_PKEY_INDEX | Mask::IBV_QP_PORT | Mask::IBV_QP_ACCESS_FLAGS)
     }
 
     /// Init to ready-to-receive, from this peer.
@@ -179,9 +173,7 @@ impl QueuePair {
     pub fn to_ready_to_receive(&self, path: &Path, peer: &QueuePairEnd) -> Result<()> {
         let mtu = (1..=5)
             .find(|&code| crate::device::mtu_bytes(code) == path.mtu)
-            .ok_or(Error::misuse(
-                "the path MTU must be 256, 512, 1024, 2048 or 4096 bytes",
-            ))?;
+            .ok_or(Error::misuse("the path MTU must be 256, 512, 1024, 2048 or 4096 bytes"))?;
         let mut attr = sys::zeroed_qp_attr();
         attr.qp_state = sys::ibv_qp_state::IBV_QPS_RTR;
         attr.path_mtu = mtu;
@@ -192,9 +184,7 @@ impl QueuePair {
         attr.ah_attr.port_num = path.port;
         attr.ah_attr.dlid = peer.lid;
         attr.ah_attr.is_global = u8::from(!peer.gid.is_unspecified());
-        attr.ah_attr.grh.dgid = sys::ibv_gid {
-            raw: peer.gid.octets(),
-        };
+        attr.ah_attr.grh.dgid = sys::ibv_gid { raw: peer.gid.octets() };
         attr.ah_attr.grh.sgid_index = path.gid_index;
         attr.ah_attr.grh.hop_limit = 64;
         self.modify(
@@ -246,10 +236,7 @@ mod tests {
             lid: 0x4711,
         };
         let bytes = end.to_bytes();
-        assert_eq!(
-            bytes[16..26],
-            [0, 0x12, 0x34, 0x56, 0, 0xab, 0xcd, 0xef, 0x47, 0x11]
-        );
+        assert_eq!(bytes[16..26], [0, 0x12, 0x34, 0x56, 0, 0xab, 0xcd, 0xef, 0x47, 0x11]);
         assert_eq!(QueuePairEnd::from_bytes(&bytes), end);
     }
 }

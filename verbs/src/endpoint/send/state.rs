@@ -1,0 +1,189 @@
+//! What the sending half keeps: the table of outstanding work, and posting and reaping.
+
+use nix::errno::Errno;
+
+use super::super::options::EndpointOptions;
+use super::super::shared::{Shared, send_error};
+use crate::cq::{Completion, Completions};
+use crate::error::{Error, Opcode, OsError, Result};
+use crate::inflight::{self, Bogus, Table};
+use crate::mr::MemoryRegion;
+use crate::pool::{Arena, BufferPool, SendBuf};
+use crate::sys::{self, ibv_wr_opcode as Wr};
+
+/// What only the sending half touches. What the device may use (`table`, `slots`, `buffers`) must
+/// outlive the queue pair, so all of it is parked in [`Shared`] when the half is dropped.
+pub(in super::super) struct SendState {
+    pub(super) table: Table<Resource>,
+    /// The slot of a copied message is its place in the table.
+    pub(super) slots: Arena,
+    /// The first operation that failed: it and all later ones were not done.
+    failed_from: Option<u64>,
+    batch: Box<Completions>,
+    signal_interval: u64,
+    /// Bytes that fit into a request, as granted.
+    pub(super) inline: usize,
+    /// Bytes that fit into a message of the port.
+    pub(super) max_message: usize,
+    pub(super) buffers: Option<BufferPool>,
+    pub(super) buffer_count: u32,
+}
+
+/// What an operation uses until it is done.
+#[derive(Debug, Default)]
+pub(super) enum Resource {
+    /// Nothing, or the slot of its place in the table.
+    #[default]
+    None,
+    /// Returned to its pool when done.
+    Buffer(#[expect(dead_code, reason = "held, not read")] SendBuf),
+    /// Kept registered until done.
+    Region(#[expect(dead_code, reason = "held, not read")] MemoryRegion),
+}
+
+/// One request to be posted.
+pub(super) struct Request {
+    pub(super) kind: Opcode,
+    pub(super) op: Wr::Type,
+    /// Local memory.
+    pub(super) addr: u64,
+    pub(super) len: usize,
+    pub(super) lkey: u32,
+    /// Remote memory of a one-sided operation.
+    pub(super) remote: u64,
+    pub(super) rkey: u32,
+    pub(super) inline: bool,
+    /// Whether its completion must be told; others are told now and then.
+    pub(super) signal: bool,
+}
+
+impl SendState {
+    pub(in super::super) fn new(options: &EndpointOptions, slots: Arena, inline: u32, max_message: usize) -> SendState {
+        let table = Table::new(options.send_depth);
+        assert!(slots.count() >= table.places(), "a slot for each place in the table");
+        SendState {
+            table,
+            slots,
+            failed_from: None,
+            batch: Box::default(),
+            signal_interval: options.signal_interval(),
+            inline: inline as usize,
+            max_message,
+            buffers: None,
+            buffer_count: options.send_buffers,
+        }
+    }
+
+    /// How many slots it needs.
+    pub(in super::super) fn places(send_depth: u32) -> u32 {
+        send_depth.next_power_of_two()
+    }
+
+    /// Posts a request, for which there must be room. When it is posted, what `resource` returns stays in the
+    /// table until it is done.
+    ///
+    /// # Safety
+    /// The local memory is registered and within its region. Unless it is inline, it is kept by `resource`, or is
+    /// the slot of the next place in the table, and no Rust code breaks verbs' rules for it until the operation is
+    /// done: no writing while it is sent, no reference while it is received into.
+    #[inline]
+    pub(super) unsafe fn post(
+        &mut self,
+        shared: &Shared,
+        request: Request,
+        resource: impl FnOnce() -> Resource,
+    ) -> Result<()> {
+        let table = &mut self.table;
+        let signalled = request.signal || table.unsignalled_tail() + 1 >= self.signal_interval;
+        let mut sge = sys::ibv_sge { addr: request.addr, length: request.len as u32, lkey: request.lkey };
+        let mut wr = sys::zeroed_send_wr();
+        wr.wr_id = inflight::wr_id(table.next_seq(), request.kind);
+        wr.sg_list = &raw mut sge;
+        // A length of 0 in an element means 2^31 to some devices.
+        wr.num_sge = i32::from(request.len != 0);
+        wr.opcode = request.op;
+        wr.send_flags = u32::from(request.inline) * INLINE + u32::from(signalled) * SIGNALED;
+        wr.wr.rdma = sys::rdma_t { remote_addr: request.remote, rkey: request.rkey };
+        // SAFETY: as the caller says; `wr` and `sge` live through the call.
+        let rc = unsafe { shared.queue_pair().post_send(&mut wr) };
+        if rc != 0 {
+            return Err(refused(shared, rc));
+        }
+        table.push(request.kind, signalled, resource());
+        Ok(())
+    }
+
+    /// Takes note of all completions there are.
+    #[inline]
+    pub(super) fn reap(&mut self, shared: &Shared) -> Result<()> {
+        if shared.is_broken() {
+            self.reap_broken(shared, Vec::new());
+            return Ok(());
+        }
+        loop {
+            let n = shared.queue_pair().send_cq().poll(&mut self.batch).inspect_err(|e| shared.fail_by(e.clone()))?;
+            while let Some(completion) = self.batch.next() {
+                if !completion.is_success() {
+                    let mut seen = vec![completion];
+                    seen.extend(&mut *self.batch);
+                    self.reap_broken(shared, seen);
+                    return Ok(());
+                }
+                if self.table.complete(completion.wr_id, false).is_err() {
+                    shared.fail_by(Error::Provider("a send completed that was not outstanding"));
+                }
+            }
+            if n < Completions::CAPACITY {
+                return Ok(());
+            }
+        }
+    }
+
+    /// [`reap`](Self::reap) when something failed: the receive half may have taken some of the completions.
+    #[cold]
+    fn reap_broken(&mut self, shared: &Shared, seen: Vec<Completion>) {
+        let mut flush = None;
+        for completion in shared.take_sends(seen) {
+            let failed = !completion.is_success();
+            match self.table.complete(completion.wr_id, failed) {
+                Ok(seq) if failed => {
+                    self.failed_from.get_or_insert(seq);
+                    let cause = send_error(&completion);
+                    if cause.is_flush() {
+                        flush.get_or_insert(cause);
+                    } else {
+                        shared.fail_by(cause);
+                    }
+                }
+                Ok(_) => {}
+                // Something newer was seen before, by the other half or by us.
+                Err(Bogus::Unknown) => {}
+                Err(Bogus::Mismatch) => {
+                    shared.fail_by(Error::Provider("a send completed as something else than it was"));
+                }
+            }
+        }
+        if let Some(flush) = flush {
+            shared.fail_by(flush);
+        }
+    }
+
+    /// `Ok` when this operation and all before it were done; that they are over must be known.
+    pub(super) fn outcome(&self, shared: &Shared, seq: u64) -> Result<()> {
+        match self.failed_from {
+            Some(failed) if failed <= seq => Err(shared.reason()),
+            _ => Ok(()),
+        }
+    }
+}
+
+const INLINE: u32 = sys::ibv_send_flags::IBV_SEND_INLINE.0;
+const SIGNALED: u32 = sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
+
+#[cold]
+fn refused(shared: &Shared, rc: i32) -> Error {
+    if shared.is_broken() {
+        return shared.reason();
+    }
+    OsError::new("ibv_post_send", Errno::from_raw(rc.wrapping_abs())).into()
+}
