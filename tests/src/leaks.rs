@@ -1,0 +1,92 @@
+//! What a process holds, before and after.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Kinds of object that `rdma resource show` lists with their owner.
+const KINDS: [&str; 5] = ["qp", "cq", "mr", "pd", "cm_id"];
+
+/// How long what was given back may still be counted: the kernel ends a connection's id and queue pair in the background.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// The RDMA objects and file descriptors of this process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holdings {
+    files: usize,
+    objects: BTreeMap<&'static str, usize>,
+}
+
+impl Holdings {
+    /// What there is now.
+    ///
+    /// # Panics
+    ///
+    /// If the kernel cannot be asked.
+    #[must_use]
+    pub fn now() -> Self {
+        let files = fs::read_dir("/proc/self/fd").expect("/proc is mounted").count();
+        let process = format!(" pid {} ", std::process::id());
+        let count = |kind| {
+            let output = Command::new("rdma").args(["resource", "show", kind]).output().expect("iproute2 is installed");
+            assert!(output.status.success(), "rdma resource show {kind}: {}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8_lossy(&output.stdout).lines().filter(|line| line.contains(&process)).count()
+        };
+        Self { files, objects: KINDS.into_iter().map(|kind| (kind, count(kind))).collect() }
+    }
+
+    /// Checks that no more is held than at the time of `self`.
+    ///
+    /// # Panics
+    ///
+    /// If more is held, even after a grace period for what the kernel ends in the background.
+    #[track_caller]
+    pub fn expect_unchanged(&self) {
+        let start = Instant::now();
+        loop {
+            let now = Self::now();
+            if now.files <= self.files && self.objects.iter().all(|(kind, count)| now.objects[kind] <= *count) {
+                return;
+            }
+            assert!(start.elapsed() < GRACE, "left behind: before {self}, now {now}\n{}", open_files());
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+impl fmt::Display for Holdings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} files", self.files)?;
+        self.objects.iter().try_for_each(|(kind, count)| write!(f, ", {count} {kind}"))
+    }
+}
+
+fn open_files() -> String {
+    let mut text = String::new();
+    for entry in fs::read_dir("/proc/self/fd").into_iter().flatten().flatten() {
+        let target = fs::read_link(entry.path()).unwrap_or_default();
+        text += &format!("  {} -> {}\n", entry.file_name().to_string_lossy(), target.display());
+    }
+    text
+}
+
+/// Bytes of memory of this process: resident, and pinned for devices.
+///
+/// # Panics
+///
+/// If the kernel cannot be asked.
+#[must_use]
+pub fn memory() -> (usize, usize) {
+    let status = fs::read_to_string("/proc/self/status").expect("/proc is mounted");
+    let field = |name: &str| {
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix(name))
+            .unwrap_or_else(|| panic!("no {name} in:\n{status}"));
+        line.trim().trim_end_matches(" kB").parse::<usize>().expect("a number of kB") * 1024
+    };
+    (field("VmRSS:"), field("VmPin:"))
+}
