@@ -192,7 +192,7 @@ impl Route {
         match handle::wait(&notices, limit.deadline)? {
             Some(Notice::Routed { key, loan, local }) => {
                 let guard = LoanGuard::new(key, loan, manager.mailbox().clone());
-                let device = manager.device(guard.context()?)?;
+                let device = manager.device(guard.context())?;
                 Ok(Self {
                     lent: Lent { guard, notices, device, manager: manager.clone(), local, peer },
                     limit,

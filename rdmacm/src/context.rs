@@ -3,41 +3,65 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use nix::errno::Errno;
 use verbs::Context;
 
 use crate::sys::{self, CallError};
 
-/// A device context that librdmacm opened and keeps open for the life of the process (`cma.c`, `ucma_init_device`).
+/// Names a device context of librdmacm. It says nothing about whether the context is still open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct LibraryContext(NonNull<sys::ibv_context>);
+pub(crate) struct ContextAddress(usize);
 
-// SAFETY: a verbs context may be used from any thread.
-unsafe impl Send for LibraryContext {}
+impl ContextAddress {
+    pub(crate) fn of(raw: *mut sys::ibv_context) -> Self {
+        Self(raw.addr())
+    }
+
+    /// Whether `context` is the one that is named.
+    pub(crate) fn names(self, context: &Context) -> bool {
+        self == Self::of(context.as_raw())
+    }
+}
+
+/// A reference on a device of librdmacm, which keeps its context open. Without one, librdmacm closes the context of a
+/// device that has vanished as soon as no id uses it, whatever else was made on it (`cma.c`, `remove_cma_dev`).
+#[derive(Debug)]
+pub(crate) struct DeviceReference {
+    raw: NonNull<sys::ibv_context>,
+}
+
+// SAFETY: a verbs context may be used from any thread, and librdmacm counts its references under a lock.
+unsafe impl Send for DeviceReference {}
 // SAFETY: as above.
-unsafe impl Sync for LibraryContext {}
+unsafe impl Sync for DeviceReference {}
 
-impl LibraryContext {
-    /// `None` for a null pointer: the id is not bound to a device.
-    ///
-    /// # Safety
-    /// `raw` is null or a context of librdmacm's own.
-    pub(crate) unsafe fn new(raw: *mut sys::ibv_context) -> Option<Self> {
-        NonNull::new(raw).map(Self)
-    }
-
-    /// All of them, in librdmacm's order.
+impl DeviceReference {
+    /// A reference on each device that there is now, in librdmacm's order.
     pub(crate) fn all() -> Result<Vec<Self>, CallError> {
-        Ok(sys::devices()?.into_iter().filter_map(|raw| NonNull::new(raw).map(Self)).collect())
+        Ok(sys::device_references()?.into_iter().map(|raw| Self { raw }).collect())
     }
 
-    /// As the data path wants it.
-    pub(crate) fn context(self) -> Context {
-        // SAFETY: librdmacm's own context, which it never closes; so nothing needs to be kept for it.
-        unsafe { Context::from_raw(self.0.as_ptr(), Arc::new(())) }
+    /// A reference on the device with this context.
+    pub(crate) fn of(address: ContextAddress) -> Result<Self, CallError> {
+        let found = Self::all()?.into_iter().find(|device| device.address() == address);
+        found.ok_or(CallError { call: "rdma_get_devices", errno: Errno::ENODEV })
     }
 
-    /// Whether `context` is the same one.
-    pub(crate) fn is(self, context: &Context) -> bool {
-        std::ptr::eq(self.0.as_ptr(), context.as_raw())
+    pub(crate) fn address(&self) -> ContextAddress {
+        ContextAddress::of(self.raw.as_ptr())
+    }
+
+    /// The context as the data path wants it, which keeps the reference.
+    pub(crate) fn into_context(self) -> Context {
+        let raw = self.raw.as_ptr();
+        // SAFETY: an open context of librdmacm's, which stays open until the reference, given along, is dropped.
+        unsafe { Context::from_raw(raw, Arc::new(self)) }
+    }
+}
+
+impl Drop for DeviceReference {
+    fn drop(&mut self) {
+        // SAFETY: this value is one reference of `device_references`, released once.
+        unsafe { sys::release_device(self.raw) }
     }
 }

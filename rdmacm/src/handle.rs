@@ -10,7 +10,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use verbs::Control;
 
 use crate::channel::ConnectionDepths;
-use crate::context::LibraryContext;
+use crate::context::ContextAddress;
 use crate::error::{Error, Result};
 use crate::id::{Key, Loan, Parameters};
 use crate::options::ListenPlan;
@@ -184,8 +184,8 @@ impl LoanGuard {
         self.loan.as_mut().expect("the loan is there until the guard is used up")
     }
 
-    pub(crate) fn context(&self) -> Result<LibraryContext> {
-        Ok(self.loan.as_ref().expect("the loan is there until the guard is used up").context()?)
+    pub(crate) fn context(&self) -> ContextAddress {
+        self.loan.as_ref().expect("the loan is there until the guard is used up").context()
     }
 
     /// Gives the id back with its queue pair: `rdma_connect` or `rdma_accept` follow.

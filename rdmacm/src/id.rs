@@ -10,7 +10,7 @@ use verbs::{Endpoint, EndpointBuilder, ProtectionDomain};
 
 use crate::addr::{self, CAddr};
 use crate::channel::EventChannel;
-use crate::context::LibraryContext;
+use crate::context::ContextAddress;
 use crate::error::{Error, Result};
 use crate::sys::{self, CallError, IdOption};
 
@@ -180,12 +180,10 @@ impl Loan {
         self.owned.raw.as_ptr()
     }
 
-    /// The device that the id is bound to.
-    pub(crate) fn context(&self) -> Result<LibraryContext, CallError> {
-        // SAFETY: the id is live; `verbs` is librdmacm's context of the device that the id was bound to before it was lent,
-        // and does not change afterwards.
-        let context = unsafe { LibraryContext::new((*self.raw()).verbs.cast()) };
-        context.ok_or(CallError { call: "rdma_resolve_addr", errno: Errno::ENODEV })
+    /// The device that the id is bound to. Its context is open as long as the id is bound.
+    pub(crate) fn context(&self) -> ContextAddress {
+        // SAFETY: the id is live; `verbs` does not change after the id was bound, which was before it was lent.
+        ContextAddress::of(unsafe { (*self.raw()).verbs.cast() })
     }
 
     /// The acknowledgement timeout of the queue pair; on the accepting side it takes effect until `rdma_accept`.
@@ -197,7 +195,7 @@ impl Loan {
     /// Makes the queue pair (`rdma_create_qp`) on `pd` and the builder's completion queues, and posts the receives.
     /// Devices that refuse the inline size with EINVAL are asked again for less.
     pub(crate) fn build(&mut self, mut builder: EndpointBuilder, pd: &ProtectionDomain) -> Result<Endpoint> {
-        if !self.context()?.is(pd.context()) {
+        if !self.context().names(pd.context()) {
             return Err(Error::Misuse("the protection domain belongs to another device than the connection"));
         }
         loop {

@@ -331,7 +331,7 @@ impl ConnectRequest {
     /// `None` if the request ended while it was in the queue.
     fn claim(request: Request, manager: &Manager) -> Result<Option<Self>> {
         let Some(guard) = guard(&request, manager.mailbox()) else { return Ok(None) };
-        let device = manager.device(guard.context()?)?;
+        let device = manager.device(guard.context())?;
         let Request { notices, peer, local, depths, private_data, .. } = request;
         let lent = Lent { guard, notices, device, manager: manager.clone(), local, peer };
         Ok(Some(Self { lent, wanted: depths, private_data }))

@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use verbs::{Access, Context, MemoryRegion, ProtectionDomain};
 
 use crate::channel::EventChannel;
-use crate::context::LibraryContext;
+use crate::context::{ContextAddress, DeviceReference};
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::handle::{Command, Mailbox};
@@ -28,7 +28,7 @@ pub struct Manager {
 struct Inner {
     mailbox: Arc<Mailbox>,
     thread: Option<JoinHandle<()>>,
-    domains: Mutex<HashMap<LibraryContext, ProtectionDomain>>,
+    domains: Mutex<HashMap<ContextAddress, ProtectionDomain>>,
 }
 
 impl Manager {
@@ -77,21 +77,33 @@ impl Manager {
     /// [`Error::Os`] when the list cannot be had, or a protection domain cannot be made.
     #[doc(alias = "rdma_get_devices")]
     pub fn devices(&self) -> Result<Vec<Device>> {
-        LibraryContext::all()?.into_iter().map(|context| self.device(context)).collect()
+        DeviceReference::all()?.into_iter().map(|reference| self.device_of(reference)).collect()
     }
 
-    /// The device of a context, with its protection domain, made at the first use.
-    pub(crate) fn device(&self, library: LibraryContext) -> Result<Device> {
-        let known = lock(&self.inner.domains).get(&library).cloned();
-        let pd = match known {
-            Some(pd) => pd,
-            None => {
-                // Made without the lock, since the call goes to the kernel; of two threads here the first stays.
-                let made = ProtectionDomain::new(&library.context())?;
-                lock(&self.inner.domains).entry(library).or_insert(made).clone()
-            }
-        };
+    /// The device of a context that is open now.
+    pub(crate) fn device(&self, address: ContextAddress) -> Result<Device> {
+        match self.known(address) {
+            Some(device) => Ok(device),
+            None => self.device_of(DeviceReference::of(address)?),
+        }
+    }
+
+    /// The device that a reference is on, with its protection domain, made at the first use.
+    fn device_of(&self, reference: DeviceReference) -> Result<Device> {
+        let address = reference.address();
+        if let Some(device) = self.known(address) {
+            return Ok(device);
+        }
+        // Made without the lock, since the call goes to the kernel; of two threads here the first stays.
+        let made = ProtectionDomain::new(&reference.into_context())?;
+        let pd = lock(&self.inner.domains).entry(address).or_insert(made).clone();
         Ok(Device { pd, _manager: self.clone() })
+    }
+
+    fn known(&self, address: ContextAddress) -> Option<Device> {
+        // Its context is kept open by the domain, so that the address cannot have become another device's.
+        let pd = lock(&self.inner.domains).get(&address)?.clone();
+        Some(Device { pd, _manager: self.clone() })
     }
 
     pub(crate) fn mailbox(&self) -> &Arc<Mailbox> {

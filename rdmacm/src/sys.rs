@@ -7,7 +7,7 @@
 use std::ffi::{c_int, c_void};
 use std::mem::{offset_of, size_of};
 use std::os::fd::RawFd;
-use std::ptr;
+use std::ptr::{self, NonNull};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -294,9 +294,10 @@ pub(crate) unsafe fn destination_address(id: *const rdma_cm_id) -> sockaddr_stor
     unsafe { (&raw const (*id).route.addr.dst_addr_union).cast::<sockaddr_storage>().read() }
 }
 
-/// `rdma_get_devices`, copied out. The contexts stay open after the list is freed: librdmacm opens each device once and
-/// keeps it (`cma.c`, `ucma_init_device`).
-pub(crate) fn devices() -> CallResult<Vec<*mut ibv_context>> {
+/// `rdma_get_devices`: the open contexts, each with a reference that [`release_device`] gives back. The library counts one
+/// reference for each element of a list, and `rdma_free_devices` gives back those of the elements that it finds, then frees
+/// the array (`cma.c`); so a list can be taken apart into references of single devices.
+pub(crate) fn device_references() -> CallResult<Vec<NonNull<ibv_context>>> {
     let mut count: c_int = 0;
     Errno::clear();
     // SAFETY: `count` is a valid place for the result.
@@ -309,10 +310,31 @@ pub(crate) fn devices() -> CallResult<Vec<*mut ibv_context>> {
     }
     let length = usize::try_from(count).unwrap_or(0);
     // SAFETY: the list holds `count` pointers and a terminating NULL, and lives until it is freed below.
-    let contexts = unsafe { std::slice::from_raw_parts(list, length) }.iter().map(|&raw| raw.cast()).collect();
-    // SAFETY: `list` came from `rdma_get_devices` and is freed once.
-    unsafe { rdma_sys::rdma_free_devices(list) };
+    let contexts = unsafe { std::slice::from_raw_parts(list, length) };
+    let contexts = contexts.iter().filter_map(|&raw| NonNull::new(raw.cast())).collect();
+    // SAFETY: the library allocated the array with malloc for the caller to free; the references stay.
+    unsafe { nix::libc::free(list.cast()) };
     Ok(contexts)
+}
+
+/// Gives a reference on a device back; the last one of a device that has vanished closes its context.
+///
+/// # Safety
+/// `context` came from [`device_references`], this reference was not given back, and nothing made on the context is used
+/// afterwards by its owner.
+pub(crate) unsafe fn release_device(context: NonNull<ibv_context>) {
+    // SAFETY: malloc and its result are checked; the array has room for the pointer and the terminating NULL, and the
+    // library frees it.
+    unsafe {
+        let list = nix::libc::malloc(2 * size_of::<*mut ibv_context>()).cast::<*mut ibv_context>();
+        if list.is_null() {
+            log::warn!("no memory to give a device reference back; it is leaked");
+            return;
+        }
+        list.write(context.as_ptr());
+        list.add(1).write(ptr::null_mut());
+        rdma_sys::rdma_free_devices(list.cast());
+    }
 }
 
 /// Whole milliseconds for the C calls, rounded up so that a short wait does not become none.
