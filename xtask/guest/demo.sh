@@ -22,11 +22,11 @@ pair() {
 	all=$((all + 1)) port=$((port + 1))
 	echo
 	echo "--- $all. $title"
-	echo "\$ $(basename "$server") -s -a $address -p $port -C $pings -V &"
+	echo "\$ ${server#"$PWD"/} -s -a $address -p $port -C $pings -V &"
 	timeout 60 "$server" -s -a "$address" -p $port -C $pings -V >"$log/server" 2>&1 &
 	local process=$!
 	wait_for_server $process
-	echo "\$ $(basename "$client") -c -a $address -p $port -C $pings -v -V"
+	echo "\$ ${client#"$PWD"/} -c -a $address -p $port -C $pings -v -V"
 	timeout 60 "$client" -c -a "$address" -p $port -C $pings -v -V >"$log/client" 2>&1
 	client_status=$?
 	[[ $client_status == 0 ]] || kill $process 2>/dev/null
