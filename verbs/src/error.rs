@@ -71,7 +71,7 @@ impl Error {
         match self {
             Error::Os(e) => e.kind(),
             Error::Limit(_) | Error::Misuse(_) | Error::Truncated { .. } | Error::TooLong { .. } => Kind::InvalidInput,
-            Error::Work(e) => e.status.kind(),
+            Error::Work(e) => e.kind(),
             Error::Closed(reason) => reason.kind(),
             Error::TimedOut(_) => Kind::TimedOut,
             Error::WouldBlock => Kind::WouldBlock,
@@ -208,12 +208,27 @@ pub struct WorkError {
     pub buffer: Option<usize>,
 }
 
+impl WorkError {
+    fn kind(&self) -> io::ErrorKind {
+        match (self.status, self.buffer) {
+            (WorkStatus::LOCAL_OPERATION, Some(_)) => io::ErrorKind::InvalidData,
+            (status, _) => status.kind(),
+        }
+    }
+}
+
 impl fmt::Display for WorkError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.status, self.buffer) {
             (WorkStatus::LOCAL_LENGTH, Some(bytes)) => {
                 write!(f, "{}: message larger than the receive buffer ({bytes} bytes)", self.opcode)?;
             }
+            // All that Soft-RoCE says of it.
+            (WorkStatus::LOCAL_OPERATION, Some(bytes)) => write!(
+                f,
+                "{}: {}, most likely for a message larger than the receive buffer ({bytes} bytes)",
+                self.opcode, self.status
+            )?,
             (status, _) => write!(f, "{}: {status}", self.opcode)?,
         }
         if self.vendor != 0 {
@@ -277,6 +292,9 @@ impl WorkStatus {
     pub const SUCCESS: WorkStatus = WorkStatus(0);
     /// The message is larger than the receive buffer, or the request larger than the device allows.
     pub const LOCAL_LENGTH: WorkStatus = WorkStatus(1);
+    /// The local queue pair could not carry out the operation. Soft-RoCE says this of a receive whose buffer
+    /// is too small.
+    pub const LOCAL_OPERATION: WorkStatus = WorkStatus(2);
     /// The local memory was not registered for this use.
     pub const LOCAL_PROTECTION: WorkStatus = WorkStatus(4);
     /// Flushed unperformed, because the queue pair is in the error state.
@@ -311,7 +329,10 @@ impl WorkStatus {
             "IBV_WC_REM_ACCESS_ERR",
             "the peer's memory refused the access: outside the region, without the right to it, or the region is gone",
         ),
-        ("IBV_WC_REM_OP_ERR", "the peer could not complete the operation"),
+        (
+            "IBV_WC_REM_OP_ERR",
+            "the peer could not complete the operation: the message is larger than its receive buffer, or it has a fault",
+        ),
         ("IBV_WC_RETRY_EXC_ERR", "the peer did not answer: retries exceeded"),
         (
             "IBV_WC_RNR_RETRY_EXC_ERR",

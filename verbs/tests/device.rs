@@ -30,10 +30,9 @@ fn bench() -> Option<Bench> {
     let a = domain(first.open().expect("the first device"));
     let b = domain(second.open().expect("the second device"));
     let mtu = a.context().port(1).expect("port 1").active_mtu;
-    // A short timeout, so that a peer that is gone is noticed soon.
     let mut path = Path::new(1, 0, mtu);
-    path.ack_timeout = 12;
-    path.retry_count = 3;
+    // 0.27 s, seven times: a busy machine is not taken for a peer that is gone.
+    path.ack_timeout = 16;
     Some(Bench { a, b, path })
 }
 
@@ -173,7 +172,8 @@ fn buffers_are_sent_and_read_in_place() {
 fn reads_and_writes_move_exactly_the_bytes_asked_for() {
     watched(|bench| {
         let (mut a, _b) = bench.pair(&options());
-        const LEN: usize = 20 << 20;
+        // More than a message of a Soft-RoCE port.
+        const LEN: usize = 9 << 20;
         let local = MemoryRegion::new(&bench.a, LEN, Access::LOCAL_WRITE).expect("a region");
         let remote = MemoryRegion::new(&bench.b, LEN, Access::REMOTE_ALL).expect("a region");
         let pattern: Vec<u8> = (0..LEN).map(|i| (i ^ (i >> 8) ^ (i >> 16)) as u8).collect();
@@ -263,17 +263,21 @@ fn a_message_larger_than_the_receive_buffer_is_told_to_both() {
         let mut buf = [0; 100];
         assert_eq!(b.recv(&mut buf).expect("the good one first"), 64);
         let e = b.recv(&mut buf).expect_err("too long");
-        assert!(e.to_string().contains("message larger than the receive buffer (64 bytes)"), "{e}");
+        assert!(e.to_string().contains("message larger than the receive buffer (64 bytes)"), "{e} {e:?}");
         assert_eq!(e.kind(), std::io::ErrorKind::InvalidData);
         let e = a.flush().expect_err("refused");
-        assert!(matches!(&e, Error::Work(w) if w.status == WorkStatus::REMOTE_INVALID_REQUEST), "{e}");
+        // Hardware says the one, Soft-RoCE the other.
+        let told = [WorkStatus::REMOTE_INVALID_REQUEST, WorkStatus::REMOTE_OPERATION];
+        assert!(matches!(&e, Error::Work(w) if told.contains(&w.status)), "{e:?}");
+        assert!(e.to_string().contains("larger than its receive buffer"), "{e}");
         assert!(matches!(b.send(b"x"), Err(Error::Work(_))));
     });
 }
 
 #[test]
 fn the_receiver_learns_what_broke_the_sender() {
-    watched(|bench| {
+    watched(|mut bench| {
+        (bench.path.ack_timeout, bench.path.retry_count) = (12, 3);
         let (a, b) = bench.pair(&options());
         let (mut send, mut recv) = a.split();
         b.control().close(CloseReason::Local);
@@ -351,7 +355,7 @@ fn data_before_the_end_is_read_first_and_the_hook_told() {
 fn back_pressure_and_unsignalled_sends_for_long() {
     watched(|bench| {
         for (depth, wait) in [(1, Wait::Adaptive), (2, Wait::Sleep), (16, Wait::Adaptive), (3, Wait::Busy)] {
-            const COUNT: u32 = 3000;
+            const COUNT: u32 = 1000;
             let options = options().send_depth(depth).recv_depth(8).wait(wait).message_size(256);
             let (a, b) = bench.pair(&options);
             let run = |endpoint: Endpoint| {
