@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
-use verbs::{Access, CloseReason, Endpoint, MemoryRegion, ProtectionDomain, RecvBuf, RemoteRegion, SendBuf};
+use verbs::{Access, CloseReason, Control, Endpoint, MemoryRegion, ProtectionDomain, RecvBuf, RemoteRegion, SendBuf};
 
 use crate::connector::Connector;
 use crate::error::{Error, Result, TimedOutStep};
+use crate::events::{ConnectionEvents, Subscriber};
 use crate::handle::{self, Command, Notice};
 use crate::id::Key;
 use crate::manager::{Device, Manager};
@@ -62,7 +63,10 @@ impl Connection {
     pub(crate) fn new(endpoint: Endpoint, link: Link) -> Self {
         let (send, recv) = endpoint.split();
         let link = Arc::new(link);
-        Self { send: SendHalf { half: send, link: Arc::clone(&link) }, recv: RecvHalf { half: recv, link } }
+        Self {
+            send: SendHalf { half: send, drain_timeout: link.drain_timeout, link: Arc::clone(&link) },
+            recv: RecvHalf { half: recv, link },
+        }
     }
 
     /// This side's address.
@@ -121,6 +125,27 @@ impl Connection {
             Ok(()) | Err(verbs::Error::Closed(CloseReason::Peer)) => answered,
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Ends the connection at once: what was sent and is not yet acknowledged may be lost. The peer is told.
+    pub fn abort(mut self) {
+        self.send.drain_timeout = Duration::ZERO;
+    }
+
+    /// Tells what happens to the connection from now on, on whatever thread wants to know; the connection need not be
+    /// used for that.
+    #[must_use]
+    pub fn events(&self) -> ConnectionEvents {
+        let (subscriber, events) = Subscriber::new();
+        self.link().manager.mailbox().send(Command::Subscribe { key: self.link().key, subscriber });
+        events
+    }
+
+    /// Why the connection is over; `None` while it works. A peer that died silently is only noticed by an operation that
+    /// needs its answer, or by the keepalive.
+    #[must_use]
+    pub fn cause(&self) -> Option<Error> {
+        self.link().control.cause().map(Error::Verbs)
     }
 
     /// Divides the connection for two threads. It ends when both halves are dropped.
@@ -261,6 +286,7 @@ impl fmt::Debug for Connection {
 /// halves are dropped.
 pub struct SendHalf {
     half: verbs::SendHalf,
+    drain_timeout: Duration,
     /// Dropped after `half`, so that the last one takes a whole endpoint apart.
     link: Arc<Link>,
 }
@@ -360,8 +386,8 @@ impl SendHalf {
 impl Drop for SendHalf {
     fn drop(&mut self) {
         if self.half.in_flight() != 0
-            && !self.link.drain_timeout.is_zero()
-            && let Err(error) = self.half.flush_timeout(self.link.drain_timeout)
+            && !self.drain_timeout.is_zero()
+            && let Err(error) = self.half.flush_timeout(self.drain_timeout)
         {
             log::debug!("id={} dropped with work outstanding: {error}", self.link.key.0);
         }
@@ -442,6 +468,7 @@ impl fmt::Debug for RecvHalf {
 
 /// What both halves share of the connection manager; the last one to go releases the id.
 pub(crate) struct Link {
+    pub(crate) control: Control,
     pub(crate) key: Key,
     pub(crate) notices: Receiver<Notice>,
     pub(crate) manager: Manager,
@@ -485,8 +512,8 @@ impl Drop for Link {
         let deadline = Instant::now() + RELEASE_DEADLINE;
         loop {
             match self.notices.recv_deadline(deadline) {
-                // The last handle on the endpoint: it is taken apart here, not on the event-channel thread.
-                Ok(Notice::Released(control)) => return drop(control),
+                // `control` is now the last hold on the endpoint: it is taken apart by this thread.
+                Ok(Notice::Released) => return,
                 Ok(_) => {}
                 Err(RecvTimeoutError::Timeout) => {
                     log::warn!("id={} not released after {RELEASE_DEADLINE:?}; it will be later", self.key.0);

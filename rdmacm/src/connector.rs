@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 use verbs::{Access, MemoryRegion, ProtectionDomain};
 
 use crate::addr;
+use crate::cancel::CancelToken;
 use crate::connection::Connection;
 use crate::error::{Error, Result, TimedOutStep};
 use crate::handle::{self, Command, ConnectPlan, LoanGuard, Notice};
+use crate::id::Key;
 use crate::manager::{Device, Manager};
 use crate::options::{ConnectionOptions, PrivateDataChoice};
 use crate::private_data::Carrier;
@@ -40,6 +42,7 @@ pub struct Connector {
     tos: Option<u8>,
     private_data: PrivateDataChoice,
     options: ConnectionOptions,
+    cancel: Option<CancelToken>,
 }
 
 impl Default for Connector {
@@ -51,6 +54,7 @@ impl Default for Connector {
             tos: None,
             private_data: PrivateDataChoice::None,
             options: ConnectionOptions::default(),
+            cancel: None,
         }
     }
 }
@@ -115,6 +119,17 @@ impl Connector {
         self
     }
 
+    /// Lets another thread end the attempts of this connector, with a clone of `token`.
+    #[must_use]
+    pub fn cancel(mut self, token: &CancelToken) -> Self {
+        self.cancel = Some(token.clone());
+        self
+    }
+
+    pub(crate) fn cancel_token(&self) -> Option<&CancelToken> {
+        self.cancel.as_ref()
+    }
+
     /// Connects to the first address that answers, like `TcpStream::connect`. Receives are posted before the listener
     /// hears of us, so that it may send at once.
     ///
@@ -122,7 +137,7 @@ impl Connector {
     /// By the peer: [`Error::Refused`], [`Error::Rejected`] (with its private data), [`Error::TransportRejected`],
     /// [`Error::Aborted`]. By the network: [`Error::Unreachable`]. By the clock: [`Error::TimedOut`]. By this host:
     /// [`Error::Os`] (no device, no permission), [`Error::DeviceRemoved`], [`Error::Lookup`], or a limit of the device in
-    /// [`Error::Verbs`]. By the caller: [`Error::PrivateDataTooLong`], [`Error::Misuse`]. With several addresses it is the
+    /// [`Error::Verbs`]. By the caller: [`Error::PrivateDataTooLong`], [`Error::Misuse`], [`Error::Cancelled`]. With several addresses it is the
     /// error of the last one tried.
     pub fn connect(&self, address: impl ToSocketAddrs) -> Result<Connection> {
         self.each(address, |route| route?.connect())
@@ -155,6 +170,7 @@ impl Connector {
                 continue;
             }
             let plan = ConnectPlan {
+                key: Key::next(),
                 source: self.source,
                 destination,
                 tos: self.tos,
@@ -162,8 +178,9 @@ impl Connector {
                 started,
                 deadline,
             };
-            match attempt(Route::resolve(&manager, plan, &private_data, &self.options)) {
+            match attempt(Route::resolve(&manager, plan, &private_data, &self.options, self.cancel.clone())) {
                 Ok(value) => return Ok(value),
+                Err(Error::Cancelled) => return Err(Error::Cancelled),
                 Err(error) => last = error,
             }
             if Instant::now() >= deadline {
@@ -181,16 +198,23 @@ pub struct Route {
     limit: Limit,
     private_data: Vec<u8>,
     options: ConnectionOptions,
+    cancel: Option<CancelToken>,
 }
 
 impl Route {
-    fn resolve(manager: &Manager, plan: ConnectPlan, private_data: &[u8], options: &ConnectionOptions) -> Result<Self> {
+    fn resolve(
+        manager: &Manager,
+        plan: ConnectPlan,
+        private_data: &[u8],
+        options: &ConnectionOptions,
+        cancel: Option<CancelToken>,
+    ) -> Result<Self> {
         let limit = Limit { started: plan.started, deadline: plan.deadline, step: TimedOutStep::Connect };
-        let peer = plan.destination;
+        let (key, peer) = (plan.key, plan.destination);
         let (sender, notices) = crossbeam_channel::unbounded();
         manager.mailbox().send(Command::Connect { plan, notices: sender });
-        match handle::wait(&notices, limit.deadline)? {
-            Some(Notice::Routed { key, loan, local }) => {
+        match handle::wait_for_setup(&notices, limit.deadline, cancel.as_ref(), key, manager.mailbox())? {
+            Some(Notice::Routed { loan, local }) => {
                 let guard = LoanGuard::new(key, loan, manager.mailbox().clone());
                 let device = manager.device(guard.context())?;
                 Ok(Self {
@@ -198,6 +222,7 @@ impl Route {
                     limit,
                     private_data: private_data.to_vec(),
                     options: options.clone(),
+                    cancel,
                 })
             }
             Some(Notice::Failed(error)) => Err(error),
@@ -256,6 +281,6 @@ impl Route {
     /// As [`Connector::connect`].
     pub fn connect(self) -> Result<Connection> {
         let parameters = self.options.request(self.lent.device.context(), self.private_data)?;
-        self.lent.establish(parameters, None, &self.options, self.limit)
+        self.lent.establish(parameters, None, &self.options, self.limit, self.cancel.as_ref())
     }
 }

@@ -9,8 +9,8 @@ mod slot;
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, TrySendError};
@@ -19,6 +19,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use verbs::CloseReason;
 
 use crate::channel::{ConnectionDepths, Events, Received};
+use crate::counters::{CounterCells, count};
+use crate::error::Error;
 use crate::handle::{Claim, Command, ConnectPlan, ListenNotice, Mailbox, Notice, Request};
 use crate::id::{Id, Key};
 use crate::options::ListenPlan;
@@ -35,11 +37,17 @@ pub(crate) struct Driver {
     events: Events,
     commands: Receiver<Command>,
     mailbox: Arc<Mailbox>,
+    counters: Arc<CounterCells>,
 }
 
 impl Driver {
-    pub(crate) fn new(events: Events, commands: Receiver<Command>, mailbox: Arc<Mailbox>) -> Self {
-        Self { slots: HashMap::new(), deadlines: BTreeSet::new(), events, commands, mailbox }
+    pub(crate) fn new(
+        events: Events,
+        commands: Receiver<Command>,
+        mailbox: Arc<Mailbox>,
+        counters: Arc<CounterCells>,
+    ) -> Self {
+        Self { slots: HashMap::new(), deadlines: BTreeSet::new(), events, commands, mailbox, counters }
     }
 
     /// Runs until [`Command::Stop`].
@@ -60,6 +68,7 @@ impl Driver {
             }
             self.drain_events();
             self.expire(Instant::now());
+            self.counters.ids_live.store(self.slots.len() as u64, Ordering::Relaxed);
         }
     }
 
@@ -125,7 +134,7 @@ impl Driver {
     fn command(&mut self, command: Command) {
         match command {
             Command::Connect { plan, notices } => self.start_connect(plan, notices),
-            Command::Listen { plan, notices, queue } => self.start_listen(plan, notices, queue),
+            Command::Listen { plan, notices, queue, end } => self.start_listen(plan, notices, queue, end),
             Command::Built { key, control, parameters, deadline } => {
                 if let Some(Slot::Connection(slot)) = self.slots.get_mut(&key) {
                     slot.control = Some(control);
@@ -136,6 +145,7 @@ impl Driver {
             }
             Command::BuildFailed { key } => self.feed(key, Input::BuildFailed, None),
             Command::Refused { key, private_data } => {
+                count(&self.counters.requests_refused);
                 if let Some(Slot::Connection(slot)) = self.slots.get_mut(&key) {
                     slot.parameters.private_data = private_data;
                 }
@@ -147,6 +157,11 @@ impl Driver {
                 }
                 self.feed(key, Input::Disconnect, None);
             }
+            Command::Subscribe { key, subscriber } => {
+                if let Some(Slot::Connection(slot)) = self.slots.get_mut(&key) {
+                    slot.subscribe(subscriber);
+                }
+            }
             Command::Broken { key } => self.feed(key, Input::Broken, None),
             Command::Cancel { key } => self.feed(key, Input::Cancel, None),
             Command::Release { key } => self.feed(key, Input::Release, None),
@@ -155,7 +170,8 @@ impl Driver {
     }
 
     fn start_connect(&mut self, plan: ConnectPlan, notices: Sender<Notice>) {
-        let key = next_key();
+        let key = plan.key;
+        count(&self.counters.connects_attempted);
         let id = match Id::create(self.events.channel(), key).and_then(|id| set_options(id, &plan)) {
             Ok(id) => id,
             Err(error) => {
@@ -168,8 +184,14 @@ impl Driver {
         self.feed(key, Input::Resolve, None);
     }
 
-    fn start_listen(&mut self, plan: ListenPlan, notices: Sender<ListenNotice>, queue: Sender<Request>) {
-        let key = next_key();
+    fn start_listen(
+        &mut self,
+        plan: ListenPlan,
+        notices: Sender<ListenNotice>,
+        queue: Sender<Request>,
+        end: Arc<OnceLock<Error>>,
+    ) {
+        let key = Key::next();
         let id = match Id::create(self.events.channel(), key).and_then(|id| {
             if plan.reuse_address {
                 id.set_option(IdOption::ReuseAddr, 1)?;
@@ -185,7 +207,7 @@ impl Driver {
                 return;
             }
         };
-        self.slots.insert(key, Slot::Listener(Box::new(ListenerSlot::new(id, plan, notices, queue))));
+        self.slots.insert(key, Slot::Listener(Box::new(ListenerSlot::new(id, plan, notices, queue, end))));
         self.feed(key, Input::Listen, None);
     }
 
@@ -259,7 +281,7 @@ impl Driver {
         match (self.slots.get_mut(&key), notice) {
             (None, _) => {}
             (Some(Slot::Connection(slot)), notice) => {
-                let heard = slot.tell(key, notice, details);
+                let heard = slot.tell(key, notice, details, &self.counters);
                 if !heard && slot.is_lent() {
                     // The user thread no longer waits, and the loan that it was offered is dropped.
                     self.feed(key, Input::BuildFailed, None);
@@ -282,7 +304,8 @@ impl Driver {
     /// Puts a request into its listener's queue, or refuses it when the queue is full.
     fn offer(&mut self, listener: Key, Offered { mut id, depths, private_data, peer, local }: Offered) {
         let Some(Slot::Listener(slot)) = self.slots.get(&listener) else { return };
-        let key = next_key();
+        count(&self.counters.requests_received);
+        let key = Key::next();
         id.set_key(key);
         let claim = Claim::new(id.lend());
         let (notices, receiver) = crossbeam_channel::unbounded();
@@ -295,6 +318,7 @@ impl Driver {
                 listener.0,
                 if full { "queue full" } else { "nobody accepts" }
             );
+            count(&self.counters.requests_refused_queue_full);
             if let Err(CallError { call, errno }) = id.reject(&[]) {
                 log::debug!("{call}: {errno}");
             }
@@ -312,21 +336,12 @@ impl Driver {
         match self.slots.remove(&key) {
             None => {}
             Some(Slot::Connection(slot)) => {
-                let ConnectionSlot { id, control, notices, farewell, .. } = *slot;
-                drop(id);
                 log::trace!("id={} destroyed", key.0);
-                if let Some(farewell) = farewell {
-                    let _ = notices.send(farewell);
-                }
-                // The endpoint's memory is large: the user's thread takes it apart, if it still listens.
-                let _ = notices.send(Notice::Released(control));
+                slot.finish();
             }
             Some(Slot::Listener(slot)) => {
-                let ListenerSlot { id, notices, farewell, queue, .. } = *slot;
-                drop(id);
-                drop(queue);
                 log::debug!("listener={} closed", key.0);
-                let _ = notices.send(farewell.unwrap_or(ListenNotice::Released));
+                slot.finish();
             }
         }
     }
@@ -371,10 +386,4 @@ fn set_options(id: Id, plan: &ConnectPlan) -> Result<Id, CallError> {
         id.set_option(IdOption::AckTimeout, exponent)?;
     }
     Ok(id)
-}
-
-/// Keys are never used twice, so that a late command or event cannot meet a stranger.
-fn next_key() -> Key {
-    static NEXT: AtomicUsize = AtomicUsize::new(1);
-    Key(NEXT.fetch_add(1, Ordering::Relaxed))
 }

@@ -178,6 +178,39 @@ impl Error {
         Self::Os { call: "pthread_create", errno, remedy: Some("the process or the system has too many threads") }
     }
 
+    /// Whether the cause can pass by itself, so that trying to connect again makes sense: refused, rejected by a stale
+    /// connection or for want of resources, timed out, unreachable, the client or the device gone. Not what the program or
+    /// the peer's program would have to change.
+    #[must_use]
+    pub fn can_pass(&self) -> bool {
+        match self {
+            Self::Refused { .. }
+            | Self::Unreachable { .. }
+            | Self::Aborted { .. }
+            | Self::TimedOut { .. }
+            | Self::DeviceRemoved => true,
+            Self::TransportRejected { reason, .. } => matches!(
+                *reason,
+                RejectReason::NO_QP
+                    | RejectReason::NO_RESOURCES
+                    | RejectReason::TIMEOUT
+                    | RejectReason::STALE_CONNECTION
+            ),
+            // A listener that is full or just ended rejects without data; a program that has something to say means it.
+            Self::Rejected { private_data, .. } => private_data.data().is_none(),
+            Self::Os { errno, .. } => matches!(errno, Errno::ENODEV | Errno::EAGAIN | Errno::ENETDOWN),
+            Self::Cancelled
+            | Self::AddrInUse { .. }
+            | Self::Loopback(_)
+            | Self::ListenerClosed
+            | Self::Lookup(_)
+            | Self::PrivateDataTooLong { .. }
+            | Self::Misuse(_)
+            | Self::ManagerGone
+            | Self::Verbs(_) => false,
+        }
+    }
+
     /// What a failed bind or listen means for `address`. With a wildcard involved the kernel says EADDRNOTAVAIL where
     /// sockets say EADDRINUSE (`cma.c`, `cma_check_port`), so the two are told apart by asking whether the address is ours.
     pub(crate) fn from_bind(call: &'static str, errno: Errno, address: SocketAddr) -> Self {
@@ -364,6 +397,8 @@ pub enum TimedOutStep {
     Request,
     /// Waiting for the peer's answer to the disconnect.
     Disconnect,
+    /// Waiting for something to happen to a connection.
+    Event,
 }
 
 impl fmt::Display for TimedOutStep {
@@ -375,6 +410,7 @@ impl fmt::Display for TimedOutStep {
             Self::Accept => "waiting for the client to acknowledge the accept",
             Self::Request => "waiting for a client to connect",
             Self::Disconnect => "waiting for the peer to answer the disconnect",
+            Self::Event => "waiting for something to happen to the connection",
         })
     }
 }

@@ -2,16 +2,18 @@
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, select};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use verbs::Control;
 
+use crate::cancel::CancelToken;
 use crate::channel::ConnectionDepths;
 use crate::context::ContextAddress;
 use crate::error::{Error, Result};
+use crate::events::Subscriber;
 use crate::id::{Key, Loan, Parameters};
 use crate::options::ListenPlan;
 use crate::private_data::PrivateData;
@@ -60,7 +62,7 @@ pub(crate) enum Command {
     /// Make an id and resolve the address and the route.
     Connect { plan: ConnectPlan, notices: Sender<Notice> },
     /// Make an id, bind it and listen.
-    Listen { plan: ListenPlan, notices: Sender<ListenNotice>, queue: Sender<Request> },
+    Listen { plan: ListenPlan, notices: Sender<ListenNotice>, queue: Sender<Request>, end: Arc<OnceLock<Error>> },
     /// The loan's end: the queue pair is on the id.
     Built { key: Key, control: Control, parameters: Parameters, deadline: Instant },
     /// The loan's end: no queue pair.
@@ -69,6 +71,8 @@ pub(crate) enum Command {
     Refused { key: Key, private_data: Vec<u8> },
     /// End the connection in order, within this deadline.
     Disconnect { key: Key, deadline: Instant },
+    /// Tell this subscriber what happens to the connection.
+    Subscribe { key: Key, subscriber: Subscriber },
     /// A completion failed.
     Broken { key: Key },
     /// The attempt is given up.
@@ -82,6 +86,7 @@ pub(crate) enum Command {
 /// An attempt to connect to one address.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnectPlan {
+    pub(crate) key: Key,
     pub(crate) source: Option<SocketAddr>,
     pub(crate) destination: SocketAddr,
     pub(crate) tos: Option<u8>,
@@ -96,7 +101,6 @@ pub(crate) struct ConnectPlan {
 pub(crate) enum Notice {
     /// The id is the user's until it sends `Built` or `BuildFailed`.
     Routed {
-        key: Key,
         loan: Loan,
         local: SocketAddr,
     },
@@ -109,8 +113,8 @@ pub(crate) enum Notice {
     Closed {
         answered: bool,
     },
-    /// The id is gone; here is the endpoint's core, to be taken apart by the user's thread.
-    Released(Option<Control>),
+    /// The id is gone, and so is the event-channel thread's hold on the endpoint.
+    Released,
 }
 
 /// What the event-channel thread tells the user of a listener.
@@ -157,6 +161,25 @@ pub(crate) fn wait<T>(notices: &Receiver<T>, deadline: Instant) -> Result<Option
         Err(RecvTimeoutError::Timeout) => Ok(None),
         Err(RecvTimeoutError::Disconnected) => Err(Error::ManagerGone),
     }
+}
+
+/// As [`wait`], for the notice that decides the set-up of `key`: when `cancel` is cancelled, the event-channel thread is
+/// asked to end the attempt, which it does at once.
+pub(crate) fn wait_for_setup(
+    notices: &Receiver<Notice>,
+    deadline: Instant,
+    cancel: Option<&CancelToken>,
+    key: Key,
+    mailbox: &Mailbox,
+) -> Result<Option<Notice>> {
+    if let Some(cancel) = cancel {
+        select! {
+            recv(notices) -> notice => return notice.map(Some).map_err(|_| Error::ManagerGone),
+            recv(cancel.receiver()) -> _ => mailbox.send(Command::Cancel { key }),
+            default(deadline.saturating_duration_since(Instant::now()) + GRACE) => return Ok(None),
+        }
+    }
+    wait(notices, deadline)
 }
 
 /// The end of a loan that nobody ended otherwise: the event-channel thread gets its id back without a queue pair.

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -19,6 +20,12 @@ use crate::sys::{self, CallError, IdOption};
 pub(crate) struct Key(pub(crate) usize);
 
 impl Key {
+    /// A new one.
+    pub(crate) fn next() -> Self {
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
     /// # Safety
     /// `id` is live.
     pub(crate) unsafe fn of(id: *mut sys::rdma_cm_id) -> Self {

@@ -80,8 +80,8 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `connector`, `listener`, `connection` | the public types |
-//! | `manager` | the thread's owner, devices and protection domains |
+//! | `connector`, `retry`, `listener`, `request`, `connection`, `events`, `cancel` | the public types |
+//! | `manager`, `counters` | the thread's owner, devices and protection domains, what is counted |
 //! | `setup` | the user thread's part of setting up a connection |
 //! | `driver` | the event-channel thread |
 //! | `proto` | the state machines that it follows: pure, no I/O |
@@ -91,12 +91,15 @@
 //! | `sys` | the calls into librdmacm, and nothing else |
 
 mod addr;
+mod cancel;
 mod channel;
 mod connection;
 mod connector;
 mod context;
+mod counters;
 mod driver;
 mod error;
+mod events;
 mod handle;
 mod id;
 mod listener;
@@ -104,15 +107,22 @@ mod manager;
 mod options;
 mod private_data;
 mod proto;
+mod request;
+mod retry;
 mod setup;
 mod sys;
 
+pub use cancel::CancelToken;
 pub use connection::{Connection, RecvHalf, SendHalf};
 pub use connector::{Connector, Route};
+pub use counters::Counters;
 pub use error::{Error, RejectReason, Result, TimedOutStep};
-pub use listener::{ConnectRequest, Listener, ListenerBuilder};
+pub use events::{ConnectionEvent, ConnectionEvents};
+pub use listener::{Acceptor, Listener, ListenerBuilder};
 pub use manager::{Device, Manager};
 pub use options::{AcceptOptions, ConnectionOptions};
 pub use private_data::{MAX_ACCEPT_DATA, MAX_CONNECT_DATA, MAX_REJECT_DATA, PrivateData};
+pub use request::ConnectRequest;
+pub use retry::RetryPolicy;
 pub use verbs;
 pub use verbs::{Access, CloseReason, EndpointOptions, MemoryRegion, RecvBuf, RemoteRegion, SendBuf, Wait};

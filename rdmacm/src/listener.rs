@@ -2,29 +2,26 @@
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::sync::Arc;
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError};
-use verbs::{Access, MemoryRegion, ProtectionDomain};
+use crossbeam_channel::{Receiver, RecvTimeoutError, select};
 
 use crate::addr;
-use crate::channel::ConnectionDepths;
+use crate::cancel::CancelToken;
 use crate::connection::Connection;
 use crate::error::{Error, Result, TimedOutStep};
-use crate::handle::{self, Command, ListenNotice, LoanGuard, Mailbox, Request};
+use crate::handle::{self, Command, ListenNotice, Request};
 use crate::id::Key;
-use crate::manager::{Device, Manager};
+use crate::manager::Manager;
 use crate::options::{AcceptOptions, ListenPlan};
-use crate::private_data::{Carrier, PrivateData};
-use crate::setup::{Lent, Limit};
+use crate::request::{self, ConnectRequest};
 
 /// How long binding may take: the calls are immediate, the event-channel thread may be busy.
 const BIND_DEADLINE: Duration = Duration::from_secs(5);
 /// How long dropping a listener waits for its id to be gone.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(1);
-/// How long a client's acknowledgement of an accept may take.
-const ACCEPT_DEADLINE: Duration = Duration::from_secs(5);
 
 /// How a [`Listener`] is set up.
 ///
@@ -103,7 +100,7 @@ impl ListenerBuilder {
         self
     }
 
-    /// How [`Listener::accept`] sets up connections.
+    /// How [`Acceptor::accept`] sets up connections.
     #[must_use]
     pub fn accept_options(mut self, options: AcceptOptions) -> Self {
         self.accept = options;
@@ -141,17 +138,18 @@ impl ListenerBuilder {
         };
         let (notices, receiver) = crossbeam_channel::unbounded();
         let (queue, requests) = crossbeam_channel::bounded(self.backlog);
+        let end = Arc::new(OnceLock::new());
         let plan = ListenPlan {
             address,
             reuse_address: self.reuse_address,
             ipv6_only: self.ipv6_only,
             queue_ttl: self.queue_ttl,
         };
-        manager.mailbox().send(Command::Listen { plan, notices, queue });
+        manager.mailbox().send(Command::Listen { plan, notices, queue, end: Arc::clone(&end) });
         match handle::wait(&receiver, Instant::now() + BIND_DEADLINE)? {
             Some(ListenNotice::Listening { key, local }) => {
-                let accept = self.accept.clone();
-                Ok(Listener { key, notices: receiver, requests, local, accept, manager })
+                let acceptor = Acceptor { key, requests, end, local, accept: self.accept.clone(), manager };
+                Ok(Listener { key, notices: receiver, acceptor })
             }
             Some(ListenNotice::Failed(error)) => Err(error),
             Some(ListenNotice::Released) => Err(Error::ListenerClosed),
@@ -182,10 +180,7 @@ impl ListenerBuilder {
 pub struct Listener {
     key: Key,
     notices: Receiver<ListenNotice>,
-    requests: Receiver<Request>,
-    local: SocketAddr,
-    accept: AcceptOptions,
-    manager: Manager,
+    acceptor: Acceptor,
 }
 
 impl Listener {
@@ -197,6 +192,59 @@ impl Listener {
         ListenerBuilder::new().bind(address)
     }
 
+    /// A handle that accepts, for another thread. It wakes with [`Error::ListenerClosed`] when the listener is dropped.
+    #[must_use]
+    pub fn acceptor(&self) -> Acceptor {
+        self.acceptor.clone()
+    }
+}
+
+impl Deref for Listener {
+    type Target = Acceptor;
+
+    fn deref(&self) -> &Acceptor {
+        &self.acceptor
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listener")
+            .field("local", &self.local_addr())
+            .field("waiting", &self.acceptor.requests.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.acceptor.manager.mailbox().send(Command::Release { key: self.key });
+        let deadline = Instant::now() + CLOSE_DEADLINE;
+        while let Ok(notice) = self.notices.recv_deadline(deadline) {
+            if matches!(notice, ListenNotice::Released | ListenNotice::Failed(_)) {
+                break;
+            }
+        }
+        // The waiting clients are refused now, not when their time in the queue is over.
+        while let Ok(request) = self.acceptor.requests.try_recv() {
+            drop(request::guard(&request, self.acceptor.manager.mailbox()));
+        }
+    }
+}
+
+/// Accepts the connections of a [`Listener`]. Clones accept from the same queue; a listener is one, too.
+#[derive(Clone)]
+pub struct Acceptor {
+    key: Key,
+    requests: Receiver<Request>,
+    /// Set before the queue ends.
+    end: Arc<OnceLock<Error>>,
+    local: SocketAddr,
+    accept: AcceptOptions,
+    manager: Manager,
+}
+
+impl Acceptor {
     /// The address listened on, with the real port where 0 was asked for. A wildcard stays a wildcard.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
@@ -210,21 +258,28 @@ impl Listener {
     /// client, which was refused; the next call serves the next one: [`Error::Os`], or [`Error::Verbs`] with a limit of
     /// the device or the process.
     pub fn accept(&self) -> Result<Connection> {
-        self.accept_until(None)
+        self.accept_within(Patience::Endless)
     }
 
-    /// As [`Listener::accept`], for at most `timeout`.
+    /// As [`accept`](Self::accept), for at most `timeout`.
     ///
     /// # Errors
-    /// As [`Listener::accept`], and [`Error::TimedOut`].
+    /// As [`accept`](Self::accept), and [`Error::TimedOut`].
     pub fn accept_timeout(&self, timeout: Duration) -> Result<Connection> {
-        self.accept_until(Some(timeout))
+        self.accept_within(Patience::For(timeout, Instant::now() + timeout))
     }
 
-    fn accept_until(&self, timeout: Option<Duration>) -> Result<Connection> {
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    /// As [`accept`](Self::accept), until `token` is cancelled.
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept), and [`Error::Cancelled`].
+    pub fn accept_cancellable(&self, token: &CancelToken) -> Result<Connection> {
+        self.accept_within(Patience::Until(token))
+    }
+
+    fn accept_within(&self, patience: Patience<'_>) -> Result<Connection> {
         loop {
-            let request = self.request_until(deadline, timeout.unwrap_or_default())?;
+            let request = self.request_within(patience)?;
             let peer = request.peer_addr();
             match request.accept_with(&self.accept) {
                 Err(
@@ -245,192 +300,72 @@ impl Listener {
     /// # Errors
     /// [`Error::ListenerClosed`] or [`Error::DeviceRemoved`] when there is nothing more to come.
     pub fn request(&self) -> Result<ConnectRequest> {
-        self.request_until(None, Duration::ZERO)
+        self.request_within(Patience::Endless)
     }
 
-    /// As [`Listener::request`], for at most `timeout`.
+    /// As [`request`](Self::request), for at most `timeout`.
     ///
     /// # Errors
-    /// As [`Listener::request`], and [`Error::TimedOut`].
+    /// As [`request`](Self::request), and [`Error::TimedOut`].
     pub fn request_timeout(&self, timeout: Duration) -> Result<ConnectRequest> {
-        self.request_until(Some(Instant::now() + timeout), timeout)
+        self.request_within(Patience::For(timeout, Instant::now() + timeout))
     }
 
-    fn request_until(&self, deadline: Option<Instant>, after: Duration) -> Result<ConnectRequest> {
+    /// As [`request`](Self::request), until `token` is cancelled.
+    ///
+    /// # Errors
+    /// As [`request`](Self::request), and [`Error::Cancelled`].
+    pub fn request_cancellable(&self, token: &CancelToken) -> Result<ConnectRequest> {
+        self.request_within(Patience::Until(token))
+    }
+
+    fn request_within(&self, patience: Patience<'_>) -> Result<ConnectRequest> {
         loop {
-            let received = match deadline {
-                Some(deadline) => self.requests.recv_deadline(deadline),
-                None => self.requests.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            };
-            match received {
-                Ok(request) => {
-                    if let Some(request) = ConnectRequest::claim(request, &self.manager)? {
-                        return Ok(request);
+            let received = match patience {
+                Patience::Endless => self.requests.recv().ok(),
+                Patience::For(after, deadline) => match self.requests.recv_deadline(deadline) {
+                    Ok(request) => Some(request),
+                    Err(RecvTimeoutError::Disconnected) => None,
+                    Err(RecvTimeoutError::Timeout) => {
+                        return Err(Error::TimedOut { step: TimedOutStep::Request, after });
                     }
-                }
-                Err(RecvTimeoutError::Timeout) => return Err(Error::TimedOut { step: TimedOutStep::Request, after }),
-                Err(RecvTimeoutError::Disconnected) => return Err(self.end()),
+                },
+                Patience::Until(token) => select! {
+                    recv(self.requests) -> request => request.ok(),
+                    recv(token.receiver()) -> _ => return Err(Error::Cancelled),
+                },
+            };
+            let Some(request) = received else {
+                return Err(self.end.get().cloned().unwrap_or(Error::ListenerClosed));
+            };
+            if let Some(request) = ConnectRequest::claim(request, &self.manager)? {
+                return Ok(request);
             }
         }
     }
 
-    /// Why no more requests come.
-    fn end(&self) -> Error {
-        match self.notices.try_recv() {
-            Ok(ListenNotice::Failed(error)) => error,
-            Ok(ListenNotice::Released | ListenNotice::Listening { .. }) => Error::ListenerClosed,
-            Err(crossbeam_channel::TryRecvError::Empty) => Error::ListenerClosed,
-            Err(crossbeam_channel::TryRecvError::Disconnected) => Error::ListenerClosed,
-        }
-    }
-
-    /// The connections, one after the other, without end: `accept` in a loop.
+    /// The connections, one after the other, until the listener is closed. Errors as those of [`accept`](Self::accept).
     pub fn incoming(&self) -> impl Iterator<Item = Result<Connection>> + '_ {
-        std::iter::repeat_with(|| self.accept())
+        std::iter::from_fn(|| match self.accept() {
+            Err(Error::ListenerClosed) => None,
+            result => Some(result),
+        })
     }
 }
 
-impl fmt::Debug for Listener {
+impl fmt::Debug for Acceptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Listener")
+        f.debug_struct("Acceptor")
             .field("local", &self.local)
             .field("waiting", &self.requests.len())
             .finish_non_exhaustive()
     }
 }
 
-impl Drop for Listener {
-    fn drop(&mut self) {
-        self.manager.mailbox().send(Command::Release { key: self.key });
-        let deadline = Instant::now() + CLOSE_DEADLINE;
-        while let Ok(notice) = self.notices.recv_deadline(deadline) {
-            if matches!(notice, ListenNotice::Released | ListenNotice::Failed(_)) {
-                break;
-            }
-        }
-        // The waiting clients are refused now, not when their time in the queue is over.
-        while let Ok(request) = self.requests.try_recv() {
-            drop(guard(&request, self.manager.mailbox()));
-        }
-    }
-}
-
-/// The loan of a request that is still in the queue's hands.
-fn guard(request: &Request, mailbox: &Arc<Mailbox>) -> Option<LoanGuard> {
-    Some(LoanGuard::new(request.key, request.claim.take()?, mailbox.clone()))
-}
-
-/// A client's wish to connect. Dropping it refuses the client.
-pub struct ConnectRequest {
-    lent: Lent,
-    wanted: ConnectionDepths,
-    private_data: PrivateData,
-}
-
-impl ConnectRequest {
-    /// `None` if the request ended while it was in the queue.
-    fn claim(request: Request, manager: &Manager) -> Result<Option<Self>> {
-        let Some(guard) = guard(&request, manager.mailbox()) else { return Ok(None) };
-        let device = manager.device(guard.context())?;
-        let Request { notices, peer, local, depths, private_data, .. } = request;
-        let lent = Lent { guard, notices, device, manager: manager.clone(), local, peer };
-        Ok(Some(Self { lent, wanted: depths, private_data }))
-    }
-
-    /// The client's address.
-    #[must_use]
-    pub fn peer_addr(&self) -> SocketAddr {
-        self.lent.peer
-    }
-
-    /// The address that the client asked for.
-    #[must_use]
-    pub fn local_addr(&self) -> SocketAddr {
-        self.lent.local
-    }
-
-    /// What the client sent along. The client chose every byte of it.
-    #[must_use]
-    pub fn private_data(&self) -> &PrivateData {
-        &self.private_data
-    }
-
-    /// How many RDMA reads and atomics the client wants to have outstanding, which this side would serve.
-    #[must_use]
-    pub fn wanted_responder_resources(&self) -> u8 {
-        self.wanted.responder_resources
-    }
-
-    /// How many RDMA reads and atomics of this side the client is ready to serve.
-    #[must_use]
-    pub fn wanted_initiator_depth(&self) -> u8 {
-        self.wanted.initiator_depth
-    }
-
-    /// The device that the client came in by.
-    #[must_use]
-    pub fn device(&self) -> &Device {
-        &self.lent.device
-    }
-
-    /// The protection domain that the connection will use.
-    #[must_use]
-    pub fn protection_domain(&self) -> &ProtectionDomain {
-        self.lent.device.protection_domain()
-    }
-
-    /// Registers memory for the connection; see [`Device::register`].
-    ///
-    /// # Errors
-    /// As [`Device::register`].
-    pub fn register(&self, len: usize, access: Access) -> Result<MemoryRegion> {
-        self.lent.device.register(len, access)
-    }
-
-    /// Accepts with the defaults of [`AcceptOptions`].
-    ///
-    /// # Errors
-    /// As [`ConnectRequest::accept_with`].
-    pub fn accept(self) -> Result<Connection> {
-        self.accept_with(&AcceptOptions::default())
-    }
-
-    /// Makes the queue pair, posts its receives, accepts, and waits for the client's acknowledgement (at most 5 s).
-    ///
-    /// # Errors
-    /// The client is refused if this side is at fault: a limit of the device or the process ([`Error::Verbs`],
-    /// [`Error::Os`]), [`Error::PrivateDataTooLong`], [`Error::Misuse`]. [`Error::Aborted`] or [`Error::TimedOut`] if the
-    /// client gave up.
-    pub fn accept_with(mut self, options: &AcceptOptions) -> Result<Connection> {
-        options.connection.check()?;
-        let private_data = options.encode()?;
-        let parameters = options.connection.reply(self.lent.device.context(), private_data, self.wanted)?;
-        if let Some(exponent) = options.connection.ack_timeout {
-            self.lent.guard.loan().set_ack_timeout(exponent)?;
-        }
-        let started = Instant::now();
-        let limit = Limit { started, deadline: started + ACCEPT_DEADLINE, step: TimedOutStep::Accept };
-        // The client's private data came with its request; its acknowledgement carries none.
-        self.lent.establish(parameters, Some(self.private_data), &options.connection, limit)
-    }
-
-    /// Refuses the client, whose error carries `data`: at most [`MAX_REJECT_DATA`](crate::MAX_REJECT_DATA) bytes.
-    ///
-    /// # Errors
-    /// [`Error::PrivateDataTooLong`]; the client is then refused without data.
-    pub fn reject(self, data: &[u8]) -> Result<()> {
-        let data = if data.is_empty() { Vec::new() } else { Carrier::Reject.frame(data)? };
-        self.lent.guard.refuse(data);
-        Ok(())
-    }
-}
-
-impl fmt::Debug for ConnectRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ConnectRequest")
-            .field("peer", &self.lent.peer)
-            .field("local", &self.lent.local)
-            .field("private_data", &self.private_data)
-            .finish_non_exhaustive()
-    }
+/// How long to wait for a client.
+#[derive(Clone, Copy)]
+enum Patience<'a> {
+    Endless,
+    For(Duration, Instant),
+    Until(&'a CancelToken),
 }

@@ -9,6 +9,7 @@ use verbs::{Access, Context, MemoryRegion, ProtectionDomain};
 
 use crate::channel::EventChannel;
 use crate::context::{ContextAddress, DeviceReference};
+use crate::counters::{CounterCells, Counters};
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::handle::{Command, Mailbox};
@@ -27,6 +28,7 @@ pub struct Manager {
 
 struct Inner {
     mailbox: Arc<Mailbox>,
+    counters: Arc<CounterCells>,
     thread: Option<JoinHandle<()>>,
     domains: Mutex<HashMap<ContextAddress, ProtectionDomain>>,
 }
@@ -63,12 +65,13 @@ impl Manager {
     pub fn new() -> Result<Self> {
         let (_, events) = EventChannel::open()?;
         let (mailbox, commands) = Mailbox::new()?;
-        let driver = Driver::new(events, commands, Arc::clone(&mailbox));
+        let counters = Arc::new(CounterCells::default());
+        let driver = Driver::new(events, commands, Arc::clone(&mailbox), Arc::clone(&counters));
         let thread = thread::Builder::new()
             .name("rdmacm-events".into())
             .spawn(move || driver.run())
             .map_err(|error| Error::spawn(&error))?;
-        Ok(Self { inner: Arc::new(Inner { mailbox, thread: Some(thread), domains: Mutex::default() }) })
+        Ok(Self { inner: Arc::new(Inner { mailbox, counters, thread: Some(thread), domains: Mutex::default() }) })
     }
 
     /// The RDMA devices that connections may use, in librdmacm's order. Calls `rdma_get_devices`.
@@ -78,6 +81,12 @@ impl Manager {
     #[doc(alias = "rdma_get_devices")]
     pub fn devices(&self) -> Result<Vec<Device>> {
         DeviceReference::all()?.into_iter().map(|reference| self.device_of(reference)).collect()
+    }
+
+    /// What happened on this manager so far.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        self.inner.counters.snapshot()
     }
 
     /// The device of a context that is open now.

@@ -8,6 +8,7 @@ use std::time::Instant;
 use crossbeam_channel::Receiver;
 use verbs::EndpointBuilder;
 
+use crate::cancel::CancelToken;
 use crate::connection::{Connection, Link};
 use crate::error::{Error, Result, TimedOutStep};
 use crate::handle::{self, Command, LoanGuard, Notice};
@@ -45,6 +46,7 @@ impl Lent {
         request: Option<PrivateData>,
         options: &ConnectionOptions,
         limit: Limit,
+        cancel: Option<&CancelToken>,
     ) -> Result<Connection> {
         let pd = self.device.protection_domain();
         let builder = EndpointBuilder::new(pd, &options.endpoint)?;
@@ -57,9 +59,14 @@ impl Lent {
             Box::new(move || mailbox.send(Command::Broken { key }))
         });
         self.guard.built(control.clone(), parameters, limit.deadline);
-        match handle::wait(&self.notices, limit.deadline)? {
+        match handle::wait_for_setup(&self.notices, limit.deadline, cancel, key, &mailbox)? {
             Some(Notice::Established { private_data }) => {
+                if let Err(error) = control.queue_pair().set_rnr_timer(options.rnr_timer) {
+                    // The connection works without it, with 655 ms for each message that comes too early.
+                    log::debug!("id={} rnr timer: {error}", key.0);
+                }
                 let link = Link {
+                    control,
                     key,
                     notices: self.notices,
                     manager: self.manager,
@@ -70,10 +77,6 @@ impl Lent {
                     disconnect_timeout: options.disconnect_timeout,
                     drain_timeout: options.drain_timeout,
                 };
-                if let Err(error) = control.queue_pair().set_rnr_timer(options.rnr_timer) {
-                    // The connection works without it, with 655 ms for each message that comes too early.
-                    log::debug!("id={} rnr timer: {error}", key.0);
-                }
                 Ok(Connection::new(endpoint, link))
             }
             Some(Notice::Failed(error)) => Err(error),

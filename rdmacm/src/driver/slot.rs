@@ -1,6 +1,8 @@
 //! One id and what belongs to it: the calls that its machine asks for, and what its user is told.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
@@ -8,14 +10,16 @@ use nix::errno::Errno;
 use verbs::{CloseReason, Control};
 
 use crate::channel::ConnectionDepths;
+use crate::counters::{CounterCells, count};
 use crate::error::{Error, FailureContext};
+use crate::events::{ConnectionEvent, Subscriber};
 use crate::handle::{Claim, ConnectPlan, ListenNotice, Notice, Request};
 use crate::id::{Id, Key, Parameters};
 use crate::options::ListenPlan;
 use crate::private_data::PrivateData;
 use crate::proto::connection::{self, Connection};
 use crate::proto::listener::Listener;
-use crate::proto::{self, Call, Closed, Event, Failure, Input, Output};
+use crate::proto::{self, Call, Closed, Event, Failure, Input, Output, Step};
 use crate::sys::CallError;
 
 /// What the kernel is given on top of our deadline, so that ours comes first.
@@ -42,6 +46,7 @@ pub(super) struct ConnectionSlot {
     pub(super) started: Instant,
     /// The end of the step that [`Output::Arm`] starts next.
     pub(super) deadline: Instant,
+    subscribers: Vec<Subscriber>,
     /// The entry of this id in `deadlines`.
     pub(super) armed: Option<Instant>,
     pub(super) parameters: Parameters,
@@ -61,6 +66,7 @@ pub(super) struct ListenerSlot {
     pub(super) plan: ListenPlan,
     pub(super) notices: Sender<ListenNotice>,
     pub(super) queue: Sender<Request>,
+    end: Arc<OnceLock<Error>>,
     pub(super) farewell: Option<ListenNotice>,
 }
 
@@ -81,6 +87,7 @@ impl ConnectionSlot {
             machine: Connection::active(),
             notices,
             farewell: None,
+            subscribers: Vec::new(),
             peer: plan.destination,
             started: plan.started,
             deadline: plan.deadline,
@@ -99,6 +106,7 @@ impl ConnectionSlot {
             machine: Connection::passive(),
             notices,
             farewell: None,
+            subscribers: Vec::new(),
             peer,
             started,
             deadline: started + ttl,
@@ -106,6 +114,38 @@ impl ConnectionSlot {
             parameters: Parameters::default(),
             role: Role::Passive(claim),
         }
+    }
+
+    /// Destroys the id, lets the endpoint go (its user's thread, which usually has the last hold on it, takes it apart),
+    /// then tells.
+    pub(super) fn finish(self) {
+        let Self { id, control, notices, farewell, .. } = self;
+        drop(id);
+        drop(control);
+        // Nobody may listen any more.
+        if let Some(farewell) = farewell {
+            let _ = notices.send(farewell);
+        }
+        let _ = notices.send(Notice::Released);
+    }
+
+    /// Tells `subscriber` from now on what happens to the connection, or at once that it is over.
+    pub(super) fn subscribe(&mut self, subscriber: Subscriber) {
+        if self.machine.state() == connection::State::Disconnected {
+            subscriber.tell(ConnectionEvent::Closed(self.cause()));
+        } else {
+            self.subscribers.push(subscriber);
+        }
+    }
+
+    fn publish(&mut self, event: &ConnectionEvent) {
+        self.subscribers.retain(|subscriber| subscriber.tell(event.clone()));
+    }
+
+    /// Why the connection ended.
+    fn cause(&self) -> Error {
+        let cause = self.control.as_ref().and_then(Control::cause);
+        cause.map_or(Error::ManagerGone, Error::Verbs)
     }
 
     /// The user thread has the id.
@@ -158,38 +198,59 @@ impl ConnectionSlot {
     }
 
     /// False if nobody listens any more.
-    pub(super) fn tell(&mut self, key: Key, notice: proto::Notice, details: Option<Details>) -> bool {
+    pub(super) fn tell(
+        &mut self,
+        key: Key,
+        notice: proto::Notice,
+        details: Option<Details>,
+        counters: &CounterCells,
+    ) -> bool {
         let notice = match notice {
             proto::Notice::Routed => {
                 let local = self.id.local_addr().unwrap_or(SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0));
-                Notice::Routed { key, loan: self.id.lend(), local }
+                Notice::Routed { loan: self.id.lend(), local }
             }
             proto::Notice::Established => {
                 let private_data = details.map(|details| details.private_data).unwrap_or_default();
                 log::debug!("id={} established with {} after {:?}", key.0, self.peer, self.started.elapsed());
+                count(match self.role {
+                    Role::Active(_) => &counters.connects_established,
+                    Role::Passive(_) => &counters.requests_accepted,
+                });
                 Notice::Established { private_data }
             }
             proto::Notice::Failed(failure) => {
                 let error = self.error(failure, details);
                 log::debug!("id={} to {}: {error}", key.0, self.peer);
+                count(self.failure_counter(failure, &error, counters));
                 self.farewell = Some(Notice::Failed(error));
                 return true;
             }
             proto::Notice::Closed(closed) => {
                 log::debug!("id={} with {} closed: {closed:?}", key.0, self.peer);
+                let (reason, counter) = match closed {
+                    Closed::Peer => (CloseReason::Peer, &counters.closed_by_peer),
+                    Closed::Local | Closed::LocalUnanswered => (CloseReason::Local, &counters.closed_locally),
+                    // A broken endpoint has recorded its cause, and the first cause stays.
+                    Closed::Broken => (CloseReason::Local, &counters.closed_broken),
+                    Closed::DeviceRemoved => (CloseReason::DeviceRemoved, &counters.closed_by_device_removal),
+                };
+                count(counter);
                 if let Some(control) = &self.control {
-                    control.close(match closed {
-                        Closed::Peer => CloseReason::Peer,
-                        // A broken endpoint has recorded its cause, and the first cause stays.
-                        Closed::Local | Closed::LocalUnanswered | Closed::Broken => CloseReason::Local,
-                        Closed::DeviceRemoved => CloseReason::DeviceRemoved,
-                    });
+                    control.close(reason);
                 }
+                self.publish(&ConnectionEvent::Closed(self.cause()));
+                self.subscribers.clear();
                 Notice::Closed { answered: closed != Closed::LocalUnanswered }
             }
             proto::Notice::PathChanged(event) => {
                 // Advice: if the path is really gone, the next operation fails with the cause.
                 log::debug!("id={} path to {} changed ({event:?})", key.0, self.peer);
+                count(&counters.paths_changed);
+                self.publish(&match event {
+                    Event::AddrChange => ConnectionEvent::AddressChanged,
+                    _ => ConnectionEvent::PathChanged,
+                });
                 return true;
             }
             other @ (proto::Notice::Offer | proto::Notice::Listening) => {
@@ -197,6 +258,19 @@ impl ConnectionSlot {
             }
         };
         self.notices.send(notice).is_ok()
+    }
+
+    fn failure_counter<'a>(&self, failure: Failure, error: &Error, counters: &'a CounterCells) -> &'a AtomicU64 {
+        match (&self.role, error, failure) {
+            (Role::Active(_), Error::Refused { .. }, _) => &counters.connects_refused,
+            (Role::Active(_), Error::Rejected { .. }, _) => &counters.connects_rejected,
+            (Role::Active(_), Error::TransportRejected { .. }, _) => &counters.connects_rejected_by_transport,
+            (Role::Active(_), Error::TimedOut { .. }, _) => &counters.connects_timed_out,
+            (Role::Active(_), ..) => &counters.connects_failed,
+            (Role::Passive(_), _, Failure::Deadline(Step::Queue)) => &counters.requests_expired,
+            (Role::Passive(_), _, Failure::Released | Failure::Cancelled) => &counters.requests_refused,
+            (Role::Passive(_), ..) => &counters.requests_aborted,
+        }
     }
 
     fn error(&self, failure: Failure, details: Option<Details>) -> Error {
@@ -214,8 +288,14 @@ impl ConnectionSlot {
 }
 
 impl ListenerSlot {
-    pub(super) fn new(id: Id, plan: ListenPlan, notices: Sender<ListenNotice>, queue: Sender<Request>) -> Self {
-        Self { id, machine: Listener::new(), plan, notices, queue, farewell: None }
+    pub(super) fn new(
+        id: Id,
+        plan: ListenPlan,
+        notices: Sender<ListenNotice>,
+        queue: Sender<Request>,
+        end: Arc<OnceLock<Error>>,
+    ) -> Self {
+        Self { id, machine: Listener::new(), plan, notices, queue, end, farewell: None }
     }
 
     pub(super) fn advance(&mut self, key: Key, input: Input) -> Vec<Output> {
@@ -233,6 +313,15 @@ impl ListenerSlot {
         }
     }
 
+    /// Destroys the id, then tells: the acceptors by the end of their queue.
+    pub(super) fn finish(self) {
+        let Self { id, notices, queue, farewell, .. } = self;
+        drop(id);
+        drop(queue);
+        // Nobody may listen any more.
+        let _ = notices.send(farewell.unwrap_or(ListenNotice::Released));
+    }
+
     /// False if nobody listens any more.
     pub(super) fn tell(&mut self, key: Key, notice: proto::Notice) -> bool {
         match notice {
@@ -242,7 +331,11 @@ impl ListenerSlot {
                 return self.notices.send(ListenNotice::Listening { key, local }).is_ok();
             }
             proto::Notice::Failed(Failure::Released) => self.farewell = Some(ListenNotice::Released),
-            proto::Notice::Failed(failure) => self.farewell = Some(ListenNotice::Failed(self.error(failure))),
+            proto::Notice::Failed(failure) => {
+                let error = self.error(failure);
+                let _ = self.end.set(error.clone());
+                self.farewell = Some(ListenNotice::Failed(error));
+            }
             other => unreachable!("a listener's machine does not tell {other:?}"),
         }
         true

@@ -1,0 +1,100 @@
+//! What an end knows of the peer's room.
+
+use super::{ENTRIES, Message, Opening, Sge, Violation};
+
+/// Where the next bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) addr: u64,
+    pub(crate) key: u32,
+    pub(crate) len: usize,
+}
+
+/// The peer's room, as it told us.
+#[derive(Clone, Debug)]
+pub(crate) struct Sender {
+    /// Data messages sent.
+    sequence: u16,
+    /// The sequence number to stop before.
+    limit: u16,
+    /// The peer's receives.
+    depth: u16,
+    /// What remains of the peer's halves; a length of 0 is one that was filled.
+    entries: [Sge; ENTRIES],
+    /// The entry that is being filled.
+    current: usize,
+    /// The entry of our array that the peer writes next.
+    expected: usize,
+}
+
+impl Sender {
+    pub(crate) fn new(opening: &Opening) -> Self {
+        let peer = &opening.peers;
+        Self {
+            sequence: 0,
+            limit: peer.credits,
+            depth: peer.credits,
+            entries: [peer.buffer, Sge::default()],
+            current: 0,
+            expected: 1,
+        }
+    }
+
+    /// Bytes that can be sent as one message now, 0 when the peer must make room first.
+    #[inline]
+    pub(crate) fn room(&self) -> usize {
+        if self.sequence == self.limit { 0 } else { (self.entries[self.current].len as usize).min(Message::MAX_DATA) }
+    }
+
+    /// Where up to `want` bytes go, as one message; `None` when there is no room. Nothing changes until it is
+    /// [`sent`](Self::sent).
+    #[inline]
+    pub(crate) fn segment(&self, want: usize) -> Option<Segment> {
+        let Sge { addr, key, .. } = self.entries[self.current];
+        let len = want.min(self.room());
+        (len != 0).then_some(Segment { addr, key, len })
+    }
+
+    /// Takes note that a segment was posted, and gives the word that it must carry.
+    #[inline]
+    pub(crate) fn sent(&mut self, segment: &Segment) -> Message {
+        let entry = &mut self.entries[self.current];
+        let len = u32::try_from(segment.len).expect("a segment lies in an entry");
+        debug_assert!(len != 0 && len <= entry.len && segment.addr == entry.addr, "the segment is the current one");
+        entry.addr += u64::from(len);
+        entry.len -= len;
+        if entry.len == 0 {
+            self.current = (self.current + 1) % ENTRIES;
+        }
+        self.sequence = self.sequence.wrapping_add(1);
+        Message::Data(len)
+    }
+
+    /// The entry of our array that a credit message with an entry has written.
+    pub(crate) fn expected_entry(&self) -> usize {
+        self.expected
+    }
+
+    /// The peer gave credits, and with `entry` the half that it wrote into our array.
+    pub(crate) fn credit(&mut self, limit: u16, entry: Option<Sge>) -> Result<(), Violation> {
+        let (granted, sent, depth) = (self.limit, self.sequence, self.depth);
+        // All of them wrap; seen from what was sent they lie within the peer's queue, in this order.
+        let ahead = limit.wrapping_sub(sent);
+        if ahead > depth || ahead < granted.wrapping_sub(sent) {
+            return Err(Violation::BadLimit { limit, granted, sent, depth });
+        }
+        if let Some(sge) = entry {
+            let place = &mut self.entries[self.expected];
+            if place.len != 0 {
+                return Err(Violation::EntryInUse);
+            }
+            if !sge.is_possible(1) {
+                return Err(Violation::BadEntry);
+            }
+            *place = sge;
+            self.expected = (self.expected + 1) % ENTRIES;
+        }
+        self.limit = limit;
+        Ok(())
+    }
+}
