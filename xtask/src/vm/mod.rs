@@ -38,7 +38,7 @@ const STAGE2: &str = include_str!("../../guest/stage2.sh");
 const CONSOLE_LINES: usize = 60;
 
 /// So long before its end a guest writes to its console what its programs are waiting for.
-const LAST_WORDS: Duration = Duration::from_secs(12);
+const LAST_WORDS: Duration = Duration::from_secs(30);
 
 /// Variables of the host that the guest gets, if they are set; a name that ends in `*` stands for all that begin so.
 const PASSED_VARIABLES: &[&str] = &[
@@ -201,7 +201,7 @@ impl Machine {
         let library = process::workspace_root().join("xtask/guest");
         set("RDMACM_TEST_MACHINE", "1");
         set("RDMACM_GUEST_LIB", &library.to_string_lossy());
-        let last_words = self.timeout.saturating_sub(LAST_WORDS).max(self.timeout / 3);
+        let last_words = self.timeout.saturating_sub(LAST_WORDS).max(self.timeout / 2);
         set("LAST_WORDS_AFTER", &last_words.as_secs().to_string());
         set("PAIR_MTU", &self.mtu.to_string());
         set("PAIR_NETEM", if self.netem { "1" } else { "0" });
