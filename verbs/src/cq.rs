@@ -252,6 +252,22 @@ impl Completions {
     /// How many it holds at most.
     pub const CAPACITY: usize = BATCH;
 
+    /// The number of the next one, if it is a success, which is then taken. `Some(Err(()))` for an error, which is left
+    /// for the iterator.
+    #[inline]
+    pub(crate) fn next_success(&mut self) -> Option<Result<u64, ()>> {
+        if self.next == self.len {
+            return None;
+        }
+        // SAFETY: the entries below `len` were written by the last poll.
+        let wc = unsafe { self.wcs[self.next].assume_init_ref() };
+        if wc.status != WorkStatus::SUCCESS.0 {
+            return Some(Err(()));
+        }
+        self.next += 1;
+        Some(Ok(wc.wr_id))
+    }
+
     /// Empty.
     pub fn new() -> Completions {
         Completions { wcs: [const { MaybeUninit::uninit() }; BATCH], next: 0, len: 0 }

@@ -11,9 +11,12 @@ use crate::error::Opcode;
 /// nothing.
 #[derive(Debug)]
 pub(crate) struct Table<R> {
-    /// A power of two of entries; sequence number `n` lives at `n % ring.len()`.
-    ring: Box<[Entry<R>]>,
-    /// How many may be outstanding, at most `ring.len()`.
+    /// A power of two of entries; sequence number `n` lives at `n % marks.len()`. An entry is the kind of operation
+    /// and the bits below.
+    marks: Box<[u8]>,
+    /// What the entries with the bit [`HOLDS`] hold.
+    resources: Box<[R]>,
+    /// How many may be outstanding, at most `marks.len()`.
     limit: u64,
     /// The oldest outstanding sequence number.
     head: u64,
@@ -21,14 +24,16 @@ pub(crate) struct Table<R> {
     tail: u64,
     /// One more than the newest signalled sequence number, 0 for none.
     signalled_end: u64,
+    /// Outstanding entries with the bit [`HOLDS`].
+    holding: u32,
 }
 
-#[derive(Debug)]
-struct Entry<R> {
-    resource: R,
-    kind: u8,
-    signalled: bool,
-}
+/// Its success will be told.
+const SIGNALLED: u8 = 0x80;
+/// It holds a resource.
+const HOLDS: u8 = 0x40;
+/// Where the kind is.
+const KIND: u8 = 0x3f;
 
 /// What a completion said that cannot be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,9 +47,16 @@ pub(crate) enum Bogus {
 impl<R: Default> Table<R> {
     /// Room for `limit` outstanding operations.
     pub(crate) fn new(limit: u32) -> Table<R> {
-        let len = (limit as usize).next_power_of_two();
-        let ring = (0..len).map(|_| Entry { resource: R::default(), kind: 0, signalled: false }).collect();
-        Table { ring, limit: u64::from(limit), head: 0, tail: 0, signalled_end: 0 }
+        let places = (limit as usize).next_power_of_two();
+        Table {
+            marks: vec![0; places].into_boxed_slice(),
+            resources: (0..places).map(|_| R::default()).collect(),
+            limit: u64::from(limit),
+            head: 0,
+            tail: 0,
+            signalled_end: 0,
+            holding: 0,
+        }
     }
 
     /// The sequence number that the next [`push`](Self::push) gives.
@@ -61,7 +73,7 @@ impl<R: Default> Table<R> {
 
     /// How many places there are.
     pub(crate) fn places(&self) -> u32 {
-        self.ring.len() as u32
+        self.marks.len() as u32
     }
 
     #[inline]
@@ -86,10 +98,10 @@ impl<R: Default> Table<R> {
         self.signalled_end > self.head
     }
 
-    /// Operations posted after the newest signalled one.
+    /// Operations posted after the newest signalled one, whose end would not be told.
     #[inline]
     pub(crate) fn unsignalled_tail(&self) -> u64 {
-        self.tail - self.signalled_end.max(self.head)
+        self.tail - self.signalled_end
     }
 
     /// Whether this operation is done (or was never posted).
@@ -98,16 +110,26 @@ impl<R: Default> Table<R> {
         seq < self.head
     }
 
-    /// Enters an operation, with what it uses.
+    /// Enters an operation that holds nothing.
     #[inline]
-    pub(crate) fn push(&mut self, kind: Opcode, signalled: bool, resource: R) {
+    pub(crate) fn push(&mut self, kind: Opcode, signalled: bool) {
         debug_assert!(!self.is_full(), "room is made before posting");
         let place = self.place(self.tail);
-        self.ring[place] = Entry { resource, kind: kind as u8, signalled };
+        self.marks[place] = kind as u8 | if signalled { SIGNALLED } else { 0 };
         self.tail += 1;
         if signalled {
             self.signalled_end = self.tail;
         }
+    }
+
+    /// Enters an operation that holds something until it is over.
+    #[inline]
+    pub(crate) fn push_holding(&mut self, kind: Opcode, signalled: bool, resource: R) {
+        let place = self.place(self.tail);
+        self.push(kind, signalled);
+        self.marks[place] |= HOLDS;
+        self.resources[place] = resource;
+        self.holding += 1;
     }
 
     /// Takes note of a completion: this operation and all before it are over, and their resources are released.
@@ -118,21 +140,31 @@ impl<R: Default> Table<R> {
         if seq < self.head || seq >= self.tail {
             return Err(Bogus::Unknown);
         }
-        let entry = &self.ring[self.place(seq)];
-        if entry.kind != wr_id as u8 || !(entry.signalled || failed) {
+        let mark = self.marks[self.place(seq)];
+        if mark & KIND != wr_id as u8 || !(failed || mark & SIGNALLED != 0) {
             return Err(Bogus::Mismatch);
         }
-        while self.head <= seq {
-            let place = self.place(self.head);
-            self.ring[place].resource = R::default();
-            self.head += 1;
+        if self.holding > 0 {
+            self.release(seq);
         }
+        self.head = seq + 1;
         Ok(seq)
+    }
+
+    /// Releases what is held up to and with `seq`.
+    fn release(&mut self, seq: u64) {
+        for seq in self.head..=seq {
+            let place = self.place(seq);
+            if self.marks[place] & HOLDS != 0 {
+                self.resources[place] = R::default();
+                self.holding -= 1;
+            }
+        }
     }
 
     #[inline]
     fn place(&self, seq: u64) -> usize {
-        seq as usize & (self.ring.len() - 1)
+        seq as usize & (self.marks.len() - 1)
     }
 
     /// What must hold between any two calls.
@@ -141,18 +173,18 @@ impl<R: Default> Table<R> {
     where
         R: PartialEq,
     {
-        assert!(self.ring.len().is_power_of_two());
-        assert!(self.head <= self.tail && self.len() <= self.limit && self.limit <= self.ring.len() as u64);
+        let places = self.marks.len() as u64;
+        assert!(places.is_power_of_two() && places == self.resources.len() as u64);
+        assert!(self.head <= self.tail && self.len() <= self.limit && self.limit <= places);
         assert!(self.signalled_end <= self.tail);
-        let newest = (self.head..self.tail).rev().find(|&s| self.ring[self.place(s)].signalled);
+        let has = |seq: u64, bit| self.marks[self.place(seq)] & bit != 0;
+        let newest = (self.head..self.tail).rev().find(|&s| has(s, SIGNALLED));
         assert_eq!(self.awaits_completion(), newest.is_some());
-        if let Some(newest) = newest {
-            assert_eq!(self.signalled_end, newest + 1);
-        }
-        for offset in self.len()..self.ring.len() as u64 {
-            let place = self.place(self.head + offset);
-            assert!(self.ring[place].resource == R::default(), "a free place holds nothing");
-        }
+        assert!(newest.is_none_or(|newest| self.signalled_end == newest + 1));
+        let holding = (self.head..self.tail).filter(|&s| has(s, HOLDS)).count();
+        assert_eq!(self.holding as usize, holding);
+        let held = self.resources.iter().filter(|&r| *r != R::default()).count();
+        assert_eq!(held, holding, "what is over holds nothing");
     }
 }
 
@@ -174,7 +206,7 @@ mod tests {
     use proptest::prelude::*;
     use std::rc::Rc;
 
-    const KIND: Opcode = Opcode::Send;
+    const SEND: Opcode = Opcode::Send;
 
     fn table(limit: u32) -> Table<u32> {
         Table::new(limit)
@@ -185,11 +217,11 @@ mod tests {
         let resource = Rc::new(());
         let mut t: Table<Option<Rc<()>>> = Table::new(4);
         for i in 0..4 {
-            t.push(KIND, i == 2, Some(resource.clone()));
+            t.push_holding(SEND, i == 2, Some(resource.clone()));
         }
         assert!(t.is_full());
         assert_eq!(Rc::strong_count(&resource), 5);
-        assert_eq!(t.complete(wr_id(2, KIND), false), Ok(2));
+        assert_eq!(t.complete(wr_id(2, SEND), false), Ok(2));
         assert_eq!(Rc::strong_count(&resource), 2);
         assert_eq!((t.len(), t.unsignalled_tail(), t.awaits_completion()), (1, 1, false));
         assert!(t.is_done(2) && !t.is_done(3));
@@ -199,18 +231,18 @@ mod tests {
     #[test]
     fn made_up_completions_free_nothing() {
         let mut t = table(4);
-        t.push(KIND, true, 7);
-        t.push(KIND, false, 8);
-        for bogus in [wr_id(2, KIND), wr_id(4, KIND), u64::MAX, wr_id(u64::MAX >> 8, KIND)] {
+        t.push_holding(SEND, true, 7);
+        t.push(SEND, false);
+        for bogus in [wr_id(2, SEND), wr_id(4, SEND), u64::MAX, wr_id(u64::MAX >> 8, SEND)] {
             assert_eq!(t.complete(bogus, false), Err(Bogus::Unknown));
         }
         assert_eq!(t.complete(wr_id(0, Opcode::Read), false), Err(Bogus::Mismatch));
         assert_eq!(t.complete(0, true), Err(Bogus::Mismatch));
-        assert_eq!(t.complete(wr_id(1, KIND), false), Err(Bogus::Mismatch), "success of unsignalled work");
+        assert_eq!(t.complete(wr_id(1, SEND), false), Err(Bogus::Mismatch), "success of unsignalled work");
         assert_eq!(t.len(), 2);
-        assert_eq!(t.complete(wr_id(0, KIND), false), Ok(0));
-        assert_eq!(t.complete(wr_id(0, KIND), false), Err(Bogus::Unknown), "doubled");
-        assert_eq!(t.complete(wr_id(1, KIND), true), Ok(1), "failures are told unsignalled");
+        assert_eq!(t.complete(wr_id(0, SEND), false), Ok(0));
+        assert_eq!(t.complete(wr_id(0, SEND), false), Err(Bogus::Unknown), "doubled");
+        assert_eq!(t.complete(wr_id(1, SEND), true), Ok(1), "failures are told unsignalled");
         assert!(t.is_empty());
     }
 
@@ -223,10 +255,10 @@ mod tests {
                 let place = t.next_place();
                 assert!(!used.contains(&place), "round {round}");
                 used.push(place);
-                t.push(KIND, true, 1);
+                t.push(SEND, true);
             }
             let oldest = t.next_seq() - t.len();
-            t.complete(wr_id(oldest, KIND), false).expect("outstanding");
+            t.complete(wr_id(oldest, SEND), false).expect("outstanding");
             used.remove(0);
         }
     }
@@ -240,11 +272,12 @@ mod tests {
                 let mut t = table(limit);
                 for _ in 0..7 {
                     match code % 6 {
-                        step @ (0 | 1) if !t.is_full() => t.push(KIND, step == 1, 9),
-                        2 => drop(t.complete(wr_id(t.next_seq() - t.len(), KIND), false)),
-                        3 => drop(t.complete(wr_id(t.next_seq() - t.len(), KIND), true)),
-                        4 => drop(t.complete(wr_id(t.next_seq().saturating_sub(1), KIND), false)),
-                        5 => drop(t.complete(wr_id(t.next_seq().saturating_sub(1), KIND), true)),
+                        0 if !t.is_full() => t.push(SEND, false),
+                        1 if !t.is_full() => t.push_holding(SEND, true, 9),
+                        2 => drop(t.complete(wr_id(t.next_seq() - t.len(), SEND), false)),
+                        3 => drop(t.complete(wr_id(t.next_seq() - t.len(), SEND), true)),
+                        4 => drop(t.complete(wr_id(t.next_seq().saturating_sub(1), SEND), false)),
+                        5 => drop(t.complete(wr_id(t.next_seq().saturating_sub(1), SEND), true)),
                         _ => {}
                     }
                     code /= 6;
@@ -263,10 +296,13 @@ mod tests {
             let mut t = table(limit);
             for (push, flag, id) in steps {
                 if push && !t.is_full() {
-                    t.push(KIND, flag, 5);
+                    match id % 2 {
+                        0 => t.push(SEND, flag),
+                        _ => t.push_holding(SEND, flag, 5),
+                    }
                 } else {
                     let before = t.len();
-                    let id = if id % 3 == 0 { id } else { wr_id(id % (t.next_seq() + 2), KIND) };
+                    let id = if id % 3 == 0 { id } else { wr_id(id % (t.next_seq() + 2), SEND) };
                     if t.complete(id, flag).is_err() {
                         prop_assert_eq!(t.len(), before);
                     }

@@ -62,7 +62,7 @@ impl RecvHalf {
     /// * The cause, once the connection is broken or closed and all that arrived before is taken.
     #[inline]
     pub fn recv(&mut self, buf: &mut [u8]) -> Result<usize> {
-        self.recv_within(buf, Patience::from_timeout(self.timeout))
+        self.recv_within(buf, |half| Patience::from_timeout(half.timeout))
     }
 
     /// [`recv`](Self::recv) with its own timeout.
@@ -70,7 +70,8 @@ impl RecvHalf {
     /// # Errors
     /// Those of [`recv`](Self::recv), and [`Error::Misuse`] for a timeout of zero.
     pub fn recv_timeout(&mut self, buf: &mut [u8], timeout: Duration) -> Result<usize> {
-        self.recv_within(buf, Patience::of(timeout)?)
+        let patience = Patience::of(timeout)?;
+        self.recv_within(buf, |_| patience)
     }
 
     /// [`recv`](Self::recv) without waiting.
@@ -78,7 +79,7 @@ impl RecvHalf {
     /// # Errors
     /// Those of [`recv`](Self::recv), and [`Error::WouldBlock`] when there is no message.
     pub fn try_recv(&mut self, buf: &mut [u8]) -> Result<usize> {
-        self.recv_within(buf, Patience::NONE)
+        self.recv_within(buf, |_| Patience::NONE)
     }
 
     /// Waits for a message and hands out the buffer it is in, without a copy. Dropping the buffer lets the next
@@ -88,7 +89,7 @@ impl RecvHalf {
     /// Those of [`recv`](Self::recv), but for [`Error::Truncated`].
     #[inline]
     pub fn recv_buf(&mut self) -> Result<RecvBuf> {
-        self.recv_buf_within(Patience::from_timeout(self.timeout))
+        self.recv_buf_within(|half| Patience::from_timeout(half.timeout))
     }
 
     /// [`recv_buf`](Self::recv_buf) with its own timeout.
@@ -96,7 +97,8 @@ impl RecvHalf {
     /// # Errors
     /// Those of [`recv_buf`](Self::recv_buf), and [`Error::Misuse`] for a timeout of zero.
     pub fn recv_buf_timeout(&mut self, timeout: Duration) -> Result<RecvBuf> {
-        self.recv_buf_within(Patience::of(timeout)?)
+        let patience = Patience::of(timeout)?;
+        self.recv_buf_within(|_| patience)
     }
 
     /// [`recv_buf`](Self::recv_buf) without waiting.
@@ -104,11 +106,11 @@ impl RecvHalf {
     /// # Errors
     /// Those of [`recv_buf`](Self::recv_buf), and [`Error::WouldBlock`] when there is no message.
     pub fn try_recv_buf(&mut self) -> Result<RecvBuf> {
-        self.recv_buf_within(Patience::NONE)
+        self.recv_buf_within(|_| Patience::NONE)
     }
 
     #[inline]
-    fn recv_within(&mut self, buf: &mut [u8], patience: Patience) -> Result<usize> {
+    fn recv_within(&mut self, buf: &mut [u8], patience: impl FnOnce(&Self) -> Patience) -> Result<usize> {
         let message = self.next(patience)?;
         let len = message.len as usize;
         if len > buf.len() {
@@ -124,20 +126,27 @@ impl RecvHalf {
     }
 
     #[inline]
-    fn recv_buf_within(&mut self, patience: Patience) -> Result<RecvBuf> {
+    fn recv_buf_within(&mut self, patience: impl FnOnce(&Self) -> Patience) -> Result<RecvBuf> {
         let Message { slot, len, imm } = self.next(patience)?;
         Ok(RecvBuf { slot, len, imm, shared: self.shared.clone() })
     }
 
     /// The next message, which is the caller's from then on.
     #[inline]
-    fn next(&mut self, mut patience: Patience) -> Result<Message> {
-        if let Some(message) = self.ready.pop_front() {
+    fn next(&mut self, patience: impl FnOnce(&Self) -> Patience) -> Result<Message> {
+        if !self.ready.is_empty()
+            && let Some(message) = self.ready.pop_front()
+        {
             return Ok(message);
         }
-        if let Some(message) = advance(&self.shared, &mut self.batch)? {
-            return Ok(message);
+        match advance(&self.shared, &mut self.batch)? {
+            Some(message) => Ok(message),
+            None => self.wait(patience(self)),
         }
+    }
+
+    #[inline(never)]
+    fn wait(&mut self, mut patience: Patience) -> Result<Message> {
         let (shared, batch) = (&*self.shared, &mut *self.batch);
         let (cq, closed) = (shared.queue_pair().recv_cq(), shared.closed_fd());
         let progress = || advance(shared, batch);

@@ -75,7 +75,7 @@ impl SendHalf {
     /// * The cause, once the connection is broken or closed.
     #[inline]
     pub fn send(&mut self, data: &[u8]) -> Result<()> {
-        self.send_within(data, Patience::from_timeout(self.timeout))
+        self.send_within(data, |half| Patience::from_timeout(half.timeout))
     }
 
     /// [`send`](Self::send) with its own timeout.
@@ -83,7 +83,8 @@ impl SendHalf {
     /// # Errors
     /// Those of [`send`](Self::send), and [`Error::Misuse`] for a timeout of zero.
     pub fn send_timeout(&mut self, data: &[u8], timeout: Duration) -> Result<()> {
-        self.send_within(data, Patience::of(timeout)?)
+        let patience = Patience::of(timeout)?;
+        self.send_within(data, |_| patience)
     }
 
     /// [`send`](Self::send) without waiting.
@@ -91,16 +92,18 @@ impl SendHalf {
     /// # Errors
     /// Those of [`send`](Self::send), and [`Error::WouldBlock`] when the queue is full.
     pub fn try_send(&mut self, data: &[u8]) -> Result<()> {
-        self.send_within(data, Patience::NONE)
+        self.send_within(data, |_| Patience::NONE)
     }
 
     #[inline]
-    fn send_within(&mut self, data: &[u8], mut patience: Patience) -> Result<()> {
+    fn send_within(&mut self, data: &[u8], patience: impl FnOnce(&Self) -> Patience) -> Result<()> {
         let len = data.len();
         if len > self.state.slots.size() {
             return Err(Error::TooLong { len, limit: self.state.slots.size() });
         }
-        self.make_room(&mut patience)?;
+        if !self.has_room() {
+            self.make_room(&mut patience(self))?;
+        }
         let inline = len <= self.state.inline;
         let from = if inline {
             data.as_ptr()
@@ -113,7 +116,7 @@ impl SendHalf {
         };
         let request = message(from, len, self.state.slots.lkey(), inline, false);
         // SAFETY: inline data is read before the call returns; else it is the slot of the next place.
-        unsafe { self.state.post(&self.shared, request, || Resource::None) }
+        unsafe { self.state.post(&self.shared, request, || None) }
     }
 
     /// A registered buffer to fill and [`send_buf`](Self::send_buf), of the size of a message. Waits for one that is
@@ -166,7 +169,7 @@ impl SendHalf {
     /// comes back with the error.
     #[inline]
     pub fn send_buf(&mut self, buf: SendBuf) -> Result<(), (Error, SendBuf)> {
-        self.send_buf_within(buf, Patience::from_timeout(self.timeout))
+        self.send_buf_within(buf, |half| Patience::from_timeout(half.timeout))
     }
 
     /// [`send_buf`](Self::send_buf) without waiting.
@@ -174,11 +177,15 @@ impl SendHalf {
     /// # Errors
     /// Those of [`send_buf`](Self::send_buf), and [`Error::WouldBlock`] when the queue is full.
     pub fn try_send_buf(&mut self, buf: SendBuf) -> Result<(), (Error, SendBuf)> {
-        self.send_buf_within(buf, Patience::NONE)
+        self.send_buf_within(buf, |_| Patience::NONE)
     }
 
     #[inline]
-    fn send_buf_within(&mut self, buf: SendBuf, mut patience: Patience) -> Result<(), (Error, SendBuf)> {
+    fn send_buf_within(
+        &mut self,
+        buf: SendBuf,
+        patience: impl FnOnce(&Self) -> Patience,
+    ) -> Result<(), (Error, SendBuf)> {
         let len = buf.len();
         let domain = self.shared.queue_pair().protection_domain();
         if !buf.pd().same_as(domain) {
@@ -189,7 +196,9 @@ impl SendHalf {
             let limit = self.state.max_message;
             return Err((Error::TooLong { len, limit }, buf));
         }
-        if let Err(e) = self.make_room(&mut patience) {
+        if !self.has_room()
+            && let Err(e) = self.make_room(&mut patience(self))
+        {
             return Err((e, buf));
         }
         let inline = len <= self.state.inline;
@@ -198,10 +207,7 @@ impl SendHalf {
         // SAFETY: inline data is read before the call returns; else the buffer moves into the table, where
         // nobody can reach it.
         let posted = unsafe {
-            self.state.post(&self.shared, request, || match inline {
-                true => Resource::None,
-                false => buf.take().map_or(Resource::None, Resource::Buffer),
-            })
+            self.state.post(&self.shared, request, || if inline { None } else { buf.take().map(Resource::Buffer) })
         };
         posted.map_err(|e| (e, buf.expect("taken only when posted")))
     }
@@ -233,23 +239,27 @@ impl SendHalf {
                 ..message(std::ptr::null(), 0, 0, false, true)
             };
             // SAFETY: it names no memory.
-            unsafe { self.state.post(&self.shared, nothing, || Resource::None)? };
+            unsafe { self.state.post(&self.shared, nothing, || None)? };
         }
         self.wait_until(&mut patience, "sends to be done", Table::is_empty)?;
         self.state.outcome(&self.shared, u64::MAX)
     }
 
+    /// Whether a request can be posted without further ado.
     #[inline]
-    fn make_room(&mut self, patience: &mut Patience) -> Result<()> {
-        if self.shared.is_broken() || self.state.table.is_full() { self.make_room_slow(patience) } else { Ok(()) }
+    fn has_room(&self) -> bool {
+        !self.shared.is_broken() && !self.state.table.is_full()
     }
 
     #[inline(never)]
-    fn make_room_slow(&mut self, patience: &mut Patience) -> Result<()> {
+    fn make_room(&mut self, patience: &mut Patience) -> Result<()> {
         if self.shared.is_broken() {
             // Takes note of flushed operations, so that their resources come back.
             self.state.reap(&self.shared)?;
             return Err(self.shared.reason());
+        }
+        if !self.state.table.is_full() {
+            return Ok(());
         }
         self.wait_until(patience, "room in the send queue", |table| !table.is_full())
     }

@@ -78,7 +78,9 @@ impl SendHalf {
         let mut done = 0;
         // What is larger than a message of the port goes in several.
         while done < range.len() {
-            self.make_room(&mut patience)?;
+            if !self.has_room() {
+                self.make_room(&mut patience)?;
+            }
             let len = (range.len() - done).min(self.state.max_message);
             let request = Request {
                 kind,
@@ -94,7 +96,7 @@ impl SendHalf {
             // SAFETY: the range lies in the region, a handle of which stays in the table; Rust code accesses
             // a region's memory by copies that tolerate races only.
             unsafe {
-                let keep = || Resource::Region(local.clone());
+                let keep = || Some(Resource::Region(local.clone()));
                 self.state.post(&self.shared, request, keep)?;
             }
             done += len;

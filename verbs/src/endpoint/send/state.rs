@@ -32,7 +32,7 @@ pub(in super::super) struct SendState {
 /// What an operation uses until it is done.
 #[derive(Debug, Default)]
 pub(super) enum Resource {
-    /// Nothing, or the slot of its place in the table.
+    /// Nothing but perhaps the slot of its place in the table.
     #[default]
     None,
     /// Returned to its pool when done.
@@ -79,11 +79,11 @@ impl SendState {
         send_depth.next_power_of_two()
     }
 
-    /// Posts a request, for which there must be room. When it is posted, what `resource` returns stays in the
-    /// table until it is done.
+    /// Posts a request, for which there must be room. When it is posted, what `hold` returns stays in the table
+    /// until it is done.
     ///
     /// # Safety
-    /// The local memory is registered and within its region. Unless it is inline, it is kept by `resource`, or is
+    /// The local memory is registered and within its region. Unless it is inline, it is kept by what `hold` returns, or is
     /// the slot of the next place in the table, and no Rust code breaks verbs' rules for it until the operation is
     /// done: no writing while it is sent, no reference while it is received into.
     #[inline]
@@ -91,7 +91,7 @@ impl SendState {
         &mut self,
         shared: &Shared,
         request: Request,
-        resource: impl FnOnce() -> Resource,
+        hold: impl FnOnce() -> Option<Resource>,
     ) -> Result<()> {
         let table = &mut self.table;
         let signalled = request.signal || table.unsignalled_tail() + 1 >= self.signal_interval;
@@ -109,7 +109,10 @@ impl SendState {
         if rc != 0 {
             return Err(refused(shared, rc));
         }
-        table.push(request.kind, signalled, resource());
+        match hold() {
+            None => table.push(request.kind, signalled),
+            Some(resource) => table.push_holding(request.kind, signalled, resource),
+        }
         Ok(())
     }
 
@@ -122,14 +125,13 @@ impl SendState {
         }
         loop {
             let n = shared.queue_pair().send_cq().poll(&mut self.batch).inspect_err(|e| shared.fail_by(e.clone()))?;
-            while let Some(completion) = self.batch.next() {
-                if !completion.is_success() {
-                    let mut seen = vec![completion];
-                    seen.extend(&mut *self.batch);
+            while let Some(success) = self.batch.next_success() {
+                let Ok(wr_id) = success else {
+                    let seen = self.batch.by_ref().collect();
                     self.reap_broken(shared, seen);
                     return Ok(());
-                }
-                if self.table.complete(completion.wr_id, false).is_err() {
+                };
+                if self.table.complete(wr_id, false).is_err() {
                     shared.fail_by(Error::Provider("a send completed that was not outstanding"));
                 }
             }
