@@ -12,9 +12,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{CloseReason, Error, Result};
-use crate::mr::{MemoryRegion, RemoteRegion};
+use crate::mr::MemoryRegion;
 use crate::pool::SendBuf;
 use crate::qp::QueuePair;
+use crate::remote::RemoteRegion;
 use shared::Shared;
 
 pub use builder::EndpointBuilder;

@@ -1,4 +1,83 @@
-//! Owning wrappers over libibverbs.
+//! Owning wrappers over libibverbs, and a blocking data path that is sound in safe code.
+//!
+//! This crate knows devices, memory, queues and queue pairs, but nothing of connection management: queue pairs come
+//! from whoever connects them, or are connected by hand ([`QueuePair::to_ready_to_receive`]). For connections by
+//! address see the sister crate that builds on this one.
+//!
+//! ```no_run
+//! use verbs::{Access, EndpointBuilder, EndpointOptions, MemoryRegion, ProtectionDomain};
+//!
+//! # fn main() -> Result<(), verbs::Error> {
+//! let Some(device) = verbs::devices()?.into_iter().next() else { return Ok(()) };
+//! let domain = ProtectionDomain::new(&device.open()?)?;
+//! let region = MemoryRegion::new(&domain, 1 << 20, Access::REMOTE_ALL)?;
+//! let mut endpoint = EndpointBuilder::new(&domain, &EndpointOptions::default())?.create(1, Access::REMOTE_ALL)?;
+//! // Exchange queue pair numbers, connect (`endpoint.control().queue_pair()`), then:
+//! endpoint.send(&region.remote().to_bytes())?;
+//! endpoint.flush()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Objects, and who keeps whom
+//!
+//! ```text
+//! SendHalf   RecvHalf   Control   RecvBuf          an Endpoint is the two halves
+//!     \__________\________/________/
+//!                   |
+//!                 core: queue pair, receive slots, and what dropped halves left in flight
+//!                   |
+//!      +------------+-------------+
+//! CompletionQueue   |    MemoryRegion, BufferPool (SendBuf)
+//! and its channel   |             |
+//!      |      ProtectionDomain ---+
+//!      |            |
+//!      +------------+--> Context
+//! ```
+//!
+//! Each line is a counted reference, so objects can be dropped in any order; the C object goes with its last user.
+//! The core is destroyed in this order: the queue pair, so that the device stops; the table, with the buffers and
+//! regions in it; the slots; then, each with its last handle, completion queues and their channels, pools and regions
+//! (deregistered before their pages are unmapped), the domain, the context.
+//!
+//! # Threads
+//!
+//! The crate starts none. Everything is `Send`; what many may use at once is `Sync`. The halves of an endpoint
+//! own disjoint state: in steady state they take no lock, allocate nothing, and make no system call but the
+//! provider's own and those of sleeping. A [`Control`] ends a connection from any thread without waiting: it keeps the
+//! first cause, moves the queue pair to the error state, and makes an eventfd readable that sleeping halves watch,
+//! since a completion may never come (a half with nothing posted, a receive posted too late).
+//!
+//! # Why it is sound
+//!
+//! * *Memory outlives its use.* Pages are unmapped only after deregistration succeeded, and are leaked if it fails.
+//!   What a posted operation uses is owned by the table of operations in flight or by the core, and both outlive the
+//!   queue pair. If the queue pair cannot be destroyed, all of that is leaked.
+//! * *No reference covers what the device writes.* A receive slot is posted, or held by exactly one handle, which
+//!   alone gives out a slice. A [`SendBuf`] gives out slices until it is posted, which takes it by value. A
+//!   [`MemoryRegion`], which peers may change at any time, never gives out a slice, only copies made of byte-wise
+//!   atomic accesses.
+//! * *Nothing depends on destructors.* Forgetting any value leaks it and what it keeps, no more.
+//! * *The device is checked where that is possible.* A completion must name an operation in flight of its kind (the
+//!   numbers never repeat), and a length must fit its slot; else the connection breaks, without a panic.
+//!
+//! What remains trusted: the provider library and the device keep verbs' rules (they complete a send queue in
+//! order, and touch only posted memory).
+//!
+//! # Where things are
+//!
+//! | file | what |
+//! | --- | --- |
+//! | `sys` | every C call, raw types, layout checks |
+//! | `error`, `error/work` | errors by who is at fault |
+//! | `device`, `device/attributes` | devices, contexts, attributes, ports, GIDs |
+//! | `pd`, `mr`, `remote`, `pages` | domains, regions, peers' regions, pages and racing copies |
+//! | `pool`, `freelist` | registered buffers |
+//! | `cq` | completion queues and channels |
+//! | `qp`, `qp/setup` | queue pairs, and connecting them by hand |
+//! | `inflight` | the table of operations in flight (no unsafe code) |
+//! | `wait` | spinning, sleeping, deadlines |
+//! | `endpoint` | the data path: `builder`, `options`, `shared` (the core), `send`, `recv` |
 
 mod cq;
 mod device;
@@ -11,6 +90,7 @@ mod pages;
 mod pd;
 mod pool;
 mod qp;
+mod remote;
 #[doc(hidden)]
 pub mod sys;
 mod wait;
@@ -22,8 +102,9 @@ pub use device::{
 };
 pub use endpoint::{Control, Endpoint, EndpointBuilder, EndpointOptions, RecvBuf, RecvHalf, SendHalf};
 pub use error::{CloseReason, Error, LimitError, Opcode, OsError, Result, WorkError, WorkStatus};
-pub use mr::{Access, MemoryRegion, RemoteRegion};
+pub use mr::{Access, MemoryRegion};
 pub use pd::ProtectionDomain;
 pub use pool::{BufferPool, SendBuf};
 pub use qp::{Path, QueuePair, QueuePairAttributes, QueuePairCaps, QueuePairEnd, QueuePairState};
+pub use remote::RemoteRegion;
 pub use wait::Wait;

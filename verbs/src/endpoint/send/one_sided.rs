@@ -5,7 +5,8 @@ use std::ops::Range;
 use super::SendHalf;
 use super::state::{Request, Resource};
 use crate::error::{Error, Opcode, Result};
-use crate::mr::{Access, MemoryRegion, RemoteRegion};
+use crate::mr::{Access, MemoryRegion};
+use crate::remote::RemoteRegion;
 use crate::sys::ibv_wr_opcode as Wr;
 use crate::wait::Patience;
 
