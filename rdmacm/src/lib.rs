@@ -110,6 +110,7 @@ mod proto;
 mod request;
 mod retry;
 mod setup;
+mod stream;
 mod sys;
 
 pub use cancel::CancelToken;

@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod hello;
+mod incoming;
 mod message;
 mod receiver;
 mod sender;
@@ -33,10 +34,11 @@ mod tests;
 use thiserror::Error;
 
 pub(crate) use hello::{HELLO_LEN, Hello, Opening};
+pub(crate) use incoming::{Credit, Event, Incoming};
 pub(crate) use message::Message;
 pub(crate) use receiver::{Receiver, Update};
 pub(crate) use sender::{Segment, Sender};
-pub(crate) use shutdown::{Ends, Goodbye};
+pub(crate) use shutdown::Ends;
 
 /// How many SGL and CTRL messages may be posted and not yet done. rsocket reserves as many send requests.
 pub(crate) const CONTROL_SLOTS: usize = 4;
@@ -116,11 +118,9 @@ impl Sge {
         let key = bytes[8..12].try_into().expect("four bytes");
         let len = bytes[12..].try_into().expect("four bytes");
         match order {
-            Order::Little => Self {
-                addr: u64::from_le_bytes(addr),
-                key: u32::from_le_bytes(key),
-                len: u32::from_le_bytes(len),
-            },
+            Order::Little => {
+                Self { addr: u64::from_le_bytes(addr), key: u32::from_le_bytes(key), len: u32::from_le_bytes(len) }
+            }
             Order::Big => {
                 Self { addr: u64::from_be_bytes(addr), key: u32::from_be_bytes(key), len: u32::from_be_bytes(len) }
             }
