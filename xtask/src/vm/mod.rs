@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 pub(crate) use kernel::Series;
 
@@ -249,11 +249,12 @@ fn boot(command: &mut Command, timeout: Duration) -> Result<(End, String)> {
     let copier = std::thread::spawn(move || process::copy_output(stdout));
     let deadline = Instant::now() + timeout;
     let end = loop {
+        // First, because Ctrl-C in a terminal reaches qemu too, which then exits.
+        if INTERRUPTED.load(Ordering::Relaxed) {
+            break Err(anyhow!("interrupted"));
+        }
         if qemu.try_wait()?.is_some() {
             break Ok(End::Exited);
-        }
-        if INTERRUPTED.load(Ordering::Relaxed) {
-            break Err(anyhow::anyhow!("interrupted"));
         }
         if Instant::now() >= deadline {
             break Ok(End::TimedOut);
