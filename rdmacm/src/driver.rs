@@ -4,6 +4,7 @@
 //! It waits for the channel, for a command, or for the nearest deadline; turns what it finds into an input of the id's
 //! machine (`proto`), and carries out the machine's outputs. It never holds a lock and makes only calls that return at once.
 
+mod removed;
 mod slot;
 
 use std::collections::{BTreeSet, HashMap};
@@ -23,10 +24,12 @@ use crate::counters::{CounterCells, count};
 use crate::error::Error;
 use crate::handle::{Claim, Command, ConnectPlan, ListenNotice, Mailbox, Notice, Request};
 use crate::id::{Id, Key};
+use crate::manager::Domains;
 use crate::options::ListenPlan;
 use crate::private_data::PrivateData;
 use crate::proto::{self, Call, Input, Output, Step};
 use crate::sys::{CallError, IdOption};
+use removed::Removed;
 use slot::{ConnectionSlot, Details, ListenerSlot, Slot};
 
 /// The thread's state.
@@ -38,6 +41,9 @@ pub(crate) struct Driver {
     commands: Receiver<Command>,
     mailbox: Arc<Mailbox>,
     counters: Arc<CounterCells>,
+    domains: Arc<Domains>,
+    /// Devices that were removed and that librdmacm may still hold, with the time of the next look.
+    removed: Removed,
 }
 
 impl Driver {
@@ -46,8 +52,18 @@ impl Driver {
         commands: Receiver<Command>,
         mailbox: Arc<Mailbox>,
         counters: Arc<CounterCells>,
+        domains: Arc<Domains>,
     ) -> Self {
-        Self { slots: HashMap::new(), deadlines: BTreeSet::new(), events, commands, mailbox, counters }
+        Self {
+            slots: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            events,
+            commands,
+            mailbox,
+            counters,
+            domains,
+            removed: Removed::default(),
+        }
     }
 
     /// Runs until [`Command::Stop`].
@@ -67,16 +83,19 @@ impl Driver {
                 }
             }
             self.drain_events();
-            self.expire(Instant::now());
+            let now = Instant::now();
+            self.expire(now);
+            self.removed.look(now);
             self.counters.ids_live.store(self.slots.len() as u64, Ordering::Relaxed);
         }
     }
 
     /// Sleeps until there is an event, a command or a deadline.
     fn wait(&self) {
-        let timeout = match self.deadlines.first() {
+        let nearest = self.deadlines.first().map(|&(deadline, _)| deadline);
+        let timeout = match nearest.into_iter().chain(self.removed.next_look()).min() {
             None => PollTimeout::NONE,
-            Some(&(deadline, _)) => {
+            Some(deadline) => {
                 // Rounded up, so that the deadline has passed when poll returns.
                 let left = deadline.saturating_duration_since(Instant::now()).as_nanos().div_ceil(1_000_000);
                 PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
@@ -113,6 +132,13 @@ impl Driver {
     fn event(&mut self, received: Received) {
         let Received { key, event, status, errno, child, depths, private_data } = received;
         log::trace!("id={} event {event:?} status {status}", key.0);
+        if event == proto::Event::DeviceRemoval
+            && let Some(slot) = self.slots.get(&key)
+        {
+            let context = slot.context();
+            self.domains.forget(context);
+            self.removed.add(context, Instant::now());
+        }
         let details = Details { errno, depths, private_data, child };
         self.feed(key, Input::Event(event, status), Some(details));
     }

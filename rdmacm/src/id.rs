@@ -48,6 +48,14 @@ unsafe impl Send for Owned {}
 // SAFETY: as above.
 unsafe impl Sync for Owned {}
 
+impl Owned {
+    fn context(&self) -> ContextAddress {
+        // SAFETY: the id is live; `verbs` is written once, inside librdmacm's calls on the driver's thread, before the id is
+        // lent: no other thread reads it earlier.
+        ContextAddress::of(unsafe { (*self.raw.as_ptr()).verbs.cast() })
+    }
+}
+
 impl Drop for Owned {
     fn drop(&mut self) {
         // SAFETY: `raw` is live; this is the last holder, so nobody else uses it; the driver acknowledges each event
@@ -165,6 +173,11 @@ impl Id {
         Ok(())
     }
 
+    /// The device that the id is bound to.
+    pub(crate) fn context(&self) -> ContextAddress {
+        self.owned.context()
+    }
+
     pub(crate) fn local_addr(&self) -> Option<SocketAddr> {
         // SAFETY: the id is live, and its addresses change only inside librdmacm's calls on this thread.
         addr::from_storage(unsafe { sys::source_address(self.raw()) })
@@ -189,8 +202,7 @@ impl Loan {
 
     /// The device that the id is bound to. Its context is open as long as the id is bound.
     pub(crate) fn context(&self) -> ContextAddress {
-        // SAFETY: the id is live; `verbs` does not change after the id was bound, which was before it was lent.
-        ContextAddress::of(unsafe { (*self.raw()).verbs.cast() })
+        self.owned.context()
     }
 
     /// The acknowledgement timeout of the queue pair; on the accepting side it takes effect until `rdma_accept`.

@@ -30,7 +30,7 @@ struct Inner {
     mailbox: Arc<Mailbox>,
     counters: Arc<CounterCells>,
     thread: Option<JoinHandle<()>>,
-    domains: Mutex<HashMap<ContextAddress, ProtectionDomain>>,
+    domains: Arc<Domains>,
 }
 
 impl Manager {
@@ -66,12 +66,13 @@ impl Manager {
         let (_, events) = EventChannel::open()?;
         let (mailbox, commands) = Mailbox::new()?;
         let counters = Arc::new(CounterCells::default());
-        let driver = Driver::new(events, commands, Arc::clone(&mailbox), Arc::clone(&counters));
+        let domains = Arc::new(Domains::default());
+        let driver = Driver::new(events, commands, Arc::clone(&mailbox), Arc::clone(&counters), Arc::clone(&domains));
         let thread = thread::Builder::new()
             .name("rdmacm-events".into())
             .spawn(move || driver.run())
             .map_err(|error| Error::spawn(&error))?;
-        Ok(Self { inner: Arc::new(Inner { mailbox, counters, thread: Some(thread), domains: Mutex::default() }) })
+        Ok(Self { inner: Arc::new(Inner { mailbox, counters, thread: Some(thread), domains }) })
     }
 
     /// The RDMA devices that connections may use, in librdmacm's order. Calls `rdma_get_devices`.
@@ -103,16 +104,12 @@ impl Manager {
         if let Some(device) = self.known(address) {
             return Ok(device);
         }
-        // Made without the lock, since the call goes to the kernel; of two threads here the first stays.
         let made = ProtectionDomain::new(&reference.into_context())?;
-        let pd = lock(&self.inner.domains).entry(address).or_insert(made).clone();
-        Ok(Device { pd, _manager: self.clone() })
+        Ok(Device { pd: self.inner.domains.first(address, made), _manager: self.clone() })
     }
 
     fn known(&self, address: ContextAddress) -> Option<Device> {
-        // Its context is kept open by the domain, so that the address cannot have become another device's.
-        let pd = lock(&self.inner.domains).get(&address)?.clone();
-        Some(Device { pd, _manager: self.clone() })
+        Some(Device { pd: self.inner.domains.get(address)?, _manager: self.clone() })
     }
 
     pub(crate) fn mailbox(&self) -> &Arc<Mailbox> {
@@ -123,7 +120,7 @@ impl Manager {
 impl fmt::Debug for Manager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let handles = Arc::strong_count(&self.inner);
-        f.debug_struct("Manager").field("devices", &lock(&self.inner.domains).len()).field("handles", &handles).finish()
+        f.debug_struct("Manager").field("devices", &self.inner.domains.len()).field("handles", &handles).finish()
     }
 }
 
@@ -177,6 +174,37 @@ impl Device {
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("name", &self.name()).finish_non_exhaustive()
+    }
+}
+
+/// The protection domain of each device that is in use. A domain keeps its device's context open, so that the address of
+/// a context in the map cannot have become another device's.
+#[derive(Debug, Default)]
+pub(crate) struct Domains {
+    by_context: Mutex<HashMap<ContextAddress, ProtectionDomain>>,
+}
+
+impl Domains {
+    fn get(&self, address: ContextAddress) -> Option<ProtectionDomain> {
+        lock(&self.by_context).get(&address).cloned()
+    }
+
+    /// Keeps `made`, unless another thread was first: then that one's, and `made` is dropped without the lock.
+    fn first(&self, address: ContextAddress, made: ProtectionDomain) -> ProtectionDomain {
+        let spare = made.clone();
+        let first = lock(&self.by_context).entry(address).or_insert(made).clone();
+        drop(spare);
+        first
+    }
+
+    /// Forgets a device that was removed: whoever still uses its domain is the last to keep the context open.
+    pub(crate) fn forget(&self, address: ContextAddress) {
+        let forgotten = lock(&self.by_context).remove(&address);
+        drop(forgotten);
+    }
+
+    fn len(&self) -> usize {
+        lock(&self.by_context).len()
     }
 }
 

@@ -10,6 +10,7 @@ use nix::errno::Errno;
 use verbs::{CloseReason, Control};
 
 use crate::channel::ConnectionDepths;
+use crate::context::ContextAddress;
 use crate::counters::{CounterCells, count};
 use crate::error::{Error, FailureContext};
 use crate::events::{ConnectionEvent, Subscriber};
@@ -30,6 +31,16 @@ const KERNEL_MARGIN: Duration = Duration::from_millis(200);
 pub(super) enum Slot {
     Connection(Box<ConnectionSlot>),
     Listener(Box<ListenerSlot>),
+}
+
+impl Slot {
+    /// The device context that the id is bound to.
+    pub(super) fn context(&self) -> ContextAddress {
+        match self {
+            Self::Connection(slot) => slot.id.context(),
+            Self::Listener(slot) => slot.id.context(),
+        }
+    }
 }
 
 /// Dropped in this order: the id first, so that no call can reach the queue pair that `control` keeps alive.
