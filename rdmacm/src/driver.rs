@@ -132,15 +132,25 @@ impl Driver {
     fn event(&mut self, received: Received) {
         let Received { key, event, status, errno, child, depths, private_data } = received;
         log::trace!("id={} event {event:?} status {status}", key.0);
-        if event == proto::Event::DeviceRemoval
-            && let Some(slot) = self.slots.get(&key)
-        {
-            let context = slot.context();
-            self.domains.forget(context);
-            self.removed.add(context, Instant::now());
+        if event == proto::Event::DeviceRemoval {
+            self.device_removed(key, status);
         }
         let details = Details { errno, depths, private_data, child };
         self.feed(key, Input::Event(event, status), Some(details));
+    }
+
+    /// The device of this id was removed. Everybody on it is told at once: the kernel's events for the others come one by
+    /// one, and find them told.
+    fn device_removed(&mut self, key: Key, status: i32) {
+        let Some(slot) = self.slots.get(&key) else { return };
+        let context = slot.context();
+        self.domains.forget(context);
+        self.removed.add(context, Instant::now());
+        let concerned: Vec<Key> =
+            self.slots.iter().filter(|(_, slot)| slot.context() == context).map(|(&key, _)| key).collect();
+        for key in concerned {
+            self.feed(key, Input::Event(proto::Event::DeviceRemoval, status), None);
+        }
     }
 
     /// Feeds every deadline that has passed.

@@ -17,6 +17,7 @@
 //! The tests of one binary run one at a time (`--test-threads=1`): they count what the whole process holds.
 
 pub mod child;
+pub mod faults;
 pub mod leaks;
 pub mod network;
 pub mod process;
@@ -27,6 +28,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
+pub use faults::Faults;
 pub use leaks::Holdings;
 pub use network::{Family, Network};
 pub use process::{Kind, Program};
