@@ -166,6 +166,14 @@ impl CompletionQueue {
         Ok(())
     }
 
+    /// Takes the event of the last [`arm`](Self::arm), if there is one, and arms again.
+    pub(crate) fn rearm(&self) -> Result<()> {
+        if self.inner.armed.load(Ordering::Relaxed) {
+            self.take_event()?;
+        }
+        self.arm()
+    }
+
     /// The descriptor to wait on after [`arm`](Self::arm), readable when there is an event.
     pub fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner.channel.as_ref().map(AsFd::as_fd)

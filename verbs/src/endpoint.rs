@@ -8,6 +8,7 @@ mod shared;
 
 use std::fmt;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,8 +21,8 @@ use shared::Shared;
 
 pub use builder::EndpointBuilder;
 pub use options::EndpointOptions;
-pub use recv::{RecvBuf, RecvHalf};
-pub use send::SendHalf;
+pub use recv::{Notification, RecvBuf, RecvHalf};
+pub use send::{SendHalf, Ticket};
 
 /// One end of a reliable connection.
 ///
@@ -241,6 +242,11 @@ impl Control {
     /// The queue pair, for queries and its timers.
     pub fn queue_pair(&self) -> &QueuePair {
         self.shared.queue_pair()
+    }
+
+    /// A descriptor that becomes readable, for good, when the connection ends.
+    pub fn closed_fd(&self) -> BorrowedFd<'_> {
+        self.shared.closed_fd()
     }
 }
 

@@ -104,10 +104,27 @@ impl<R: Default> Table<R> {
         self.tail - self.signalled_end
     }
 
-    /// Whether this operation is done (or was never posted).
+    /// Whether all operations with sequence numbers below `end` are over.
     #[inline]
-    pub(crate) fn is_done(&self, seq: u64) -> bool {
-        seq < self.head
+    pub(crate) fn is_over(&self, end: u64) -> bool {
+        end <= self.head
+    }
+
+    /// How many more operations can be entered.
+    #[inline]
+    pub(crate) fn room(&self) -> u64 {
+        self.limit - (self.tail - self.head)
+    }
+
+    /// Whether the end of the operation before `end` will be told, or is known.
+    #[inline]
+    pub(crate) fn will_tell(&self, end: u64) -> bool {
+        end <= self.signalled_end || end <= self.head
+    }
+
+    /// How many can be outstanding.
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit
     }
 
     /// Enters an operation that holds nothing.
@@ -127,6 +144,16 @@ impl<R: Default> Table<R> {
     pub(crate) fn push_holding(&mut self, kind: Opcode, signalled: bool, resource: R) {
         let place = self.place(self.tail);
         self.push(kind, signalled);
+        self.marks[place] |= HOLDS;
+        self.resources[place] = resource;
+        self.holding += 1;
+    }
+
+    /// Adds what an outstanding operation that holds nothing holds until it is over.
+    pub(crate) fn hold(&mut self, seq: u64, resource: R) {
+        debug_assert!(seq >= self.head && seq < self.tail, "an outstanding operation");
+        let place = self.place(seq);
+        debug_assert!(self.marks[place] & HOLDS == 0, "holds nothing yet");
         self.marks[place] |= HOLDS;
         self.resources[place] = resource;
         self.holding += 1;
@@ -224,7 +251,9 @@ mod tests {
         assert_eq!(t.complete(wr_id(2, SEND), false), Ok(2));
         assert_eq!(Rc::strong_count(&resource), 2);
         assert_eq!((t.len(), t.unsignalled_tail(), t.awaits_completion()), (1, 1, false));
-        assert!(t.is_done(2) && !t.is_done(3));
+        assert!(t.is_over(3) && !t.is_over(4));
+        assert!(t.will_tell(3) && !t.will_tell(4));
+        assert_eq!(t.room(), 3);
         t.invariants();
     }
 

@@ -100,7 +100,9 @@ pub use device::{
     AtomicCap, Context, Device, DeviceAttributes, GidEntry, GidType, LinkLayer, PortAttributes, PortState, Transport,
     devices,
 };
-pub use endpoint::{Control, Endpoint, EndpointBuilder, EndpointOptions, RecvBuf, RecvHalf, SendHalf};
+pub use endpoint::{
+    Control, Endpoint, EndpointBuilder, EndpointOptions, Notification, RecvBuf, RecvHalf, SendHalf, Ticket,
+};
 pub use error::{CloseReason, Error, LimitError, Opcode, OsError, Result, WorkError, WorkStatus};
 pub use mr::{Access, MemoryRegion};
 pub use pd::ProtectionDomain;

@@ -30,7 +30,8 @@ pub struct EndpointBuilder {
     send_cq: CompletionQueue,
     recv_cq: CompletionQueue,
     send_slots: Arena,
-    recv_slots: Arena,
+    /// `None` when receives carry no buffer.
+    recv_slots: Option<Arena>,
     closed: EventFd,
     pd: ProtectionDomain,
 }
@@ -58,7 +59,10 @@ impl EndpointBuilder {
             send_cq: cq(options.send_depth)?,
             recv_cq: cq(options.recv_depth)?,
             send_slots: Arena::new(pd, SendState::places(options.send_depth), options.message_size)?,
-            recv_slots: Arena::new(pd, options.recv_depth, options.message_size)?,
+            recv_slots: match options.notifications {
+                true => None,
+                false => Some(Arena::new(pd, options.recv_depth, options.message_size)?),
+            },
             closed: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
                 .map_err(|errno| OsError::new("eventfd", errno))?,
             options: options.clone(),
@@ -144,7 +148,7 @@ impl EndpointBuilder {
     }
 
     fn finish(self, qp: QueuePair, granted: QueuePairCaps) -> Result<Endpoint> {
-        let shared = Arc::new(Shared::new(qp, self.recv_slots, self.closed));
+        let shared = Arc::new(Shared::new(qp, self.recv_slots, self.options.recv_depth, self.closed));
         // Errors from here on drop `shared`, which destroys the queue pair before the slots.
         for slot in 0..self.options.recv_depth {
             shared.post_recv(slot)?;

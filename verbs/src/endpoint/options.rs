@@ -34,10 +34,15 @@ pub struct EndpointOptions {
     pub wait: Wait,
     /// How long to poll before sleeping in [`Wait::Adaptive`], 20 us by default.
     pub spin: Duration,
-    /// How many sends share one completion; 0, the default, is a quarter of the depth, 1 has each tell its own.
-    /// With more than 1, [`flush`](super::SendHalf::flush) posts an empty RDMA write after sends whose end would not
+    /// How many sends share one completion; 0, the default, is a quarter of the depth for messages, while operations
+    /// that were posted ([`post_write`](super::SendHalf::post_write)) each tell their own; 1 has all tell their own.
+    /// With 0 or more than 1, [`flush`](super::SendHalf::flush) posts an empty RDMA write after sends whose end would not
     /// be told, which the peer's queue pair must allow (it does when a connection manager set it up).
     pub signal_every: u32,
+    /// Receives carry no buffer, `false` by default: for a peer that sends nothing but notifications, which are writes
+    /// with an immediate value ([`post_write`](super::SendHalf::post_write)) and empty messages. They are taken with
+    /// [`recv_notification`](super::RecvHalf::recv_notification).
+    pub notifications: bool,
 }
 
 impl Default for EndpointOptions {
@@ -51,6 +56,7 @@ impl Default for EndpointOptions {
             wait: Wait::default(),
             spin: Duration::from_micros(20),
             signal_every: 0,
+            notifications: false,
         }
     }
 }
@@ -79,6 +85,7 @@ setters! {
     wait: Wait,
     spin: Duration,
     signal_every: u32,
+    notifications: bool,
 }
 
 impl EndpointOptions {

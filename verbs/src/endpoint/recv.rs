@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Deref;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,8 @@ use super::options::EndpointOptions;
 use super::shared::Shared;
 use crate::cq::{Completion, Completions};
 use crate::error::{Error, Opcode, Result, WorkError};
+use crate::pool::Arena;
+use crate::sys;
 use crate::wait::{Patience, Waiter, check_timeout};
 
 /// The half of an [`Endpoint`](super::Endpoint) that receives.
@@ -26,8 +29,27 @@ pub struct RecvHalf {
 #[derive(Clone, Copy, Debug)]
 struct Message {
     slot: u32,
+    /// Bytes in the slot, or bytes that were written elsewhere.
     len: u32,
+    written: bool,
     imm: Option<u32>,
+}
+
+impl Message {
+    /// Bytes in the slot.
+    #[inline]
+    fn in_slot(&self) -> u32 {
+        if self.written { 0 } else { self.len }
+    }
+}
+
+/// That the peer sent an empty message, or wrote with an immediate value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Notification {
+    /// The immediate value, exactly as the peer gave it, if it gave one.
+    pub imm: Option<u32>,
+    /// How many bytes the peer wrote, as its device says. Of a write in several parts, this is the last one.
+    pub len: u32,
 }
 
 const WHAT: &str = "a message";
@@ -109,15 +131,94 @@ impl RecvHalf {
         self.recv_buf_within(|_| Patience::NONE)
     }
 
+    /// Waits for a notification: an empty message, or a write with an immediate value. For endpoints with the option
+    /// [`notifications`](EndpointOptions::notifications), whose receives carry no buffer; the receive is posted again
+    /// at once, so the peer can always have `recv_depth` notifications on the way that nobody took.
+    ///
+    /// # Errors
+    /// * [`Error::Misuse`] without that option. (With it, that is what the other functions that receive return.)
+    /// * [`Error::TimedOut`] when a timeout is set; nothing is lost.
+    /// * The cause, once the connection is broken or closed and all that arrived before is taken. A message that is not
+    ///   empty breaks it.
+    #[inline]
+    pub fn recv_notification(&mut self) -> Result<Notification> {
+        self.notification_within(|half| Patience::from_timeout(half.timeout))
+    }
+
+    /// [`recv_notification`](Self::recv_notification) with its own timeout.
+    ///
+    /// # Errors
+    /// Those of [`recv_notification`](Self::recv_notification), and [`Error::Misuse`] for a timeout of zero.
+    pub fn recv_notification_timeout(&mut self, timeout: Duration) -> Result<Notification> {
+        let patience = Patience::of(timeout)?;
+        self.notification_within(|_| patience)
+    }
+
+    /// [`recv_notification`](Self::recv_notification) without waiting.
+    ///
+    /// # Errors
+    /// Those of [`recv_notification`](Self::recv_notification), and [`Error::WouldBlock`] when there is none.
+    pub fn try_recv_notification(&mut self) -> Result<Notification> {
+        self.notification_within(|_| Patience::NONE)
+    }
+
+    #[inline]
+    fn notification_within(&mut self, patience: impl FnOnce(&Self) -> Patience) -> Result<Notification> {
+        if self.shared.slots().is_some() {
+            return Err(Error::misuse("notifications are received with the option `notifications` only"));
+        }
+        let Message { slot, len, imm, .. } = self.next(patience)?;
+        self.shared.repost(slot);
+        Ok(Notification { imm, len })
+    }
+
+    /// Prepares for sleeping in a poll loop of the program's own, on the descriptor of this half (`AsFd`) and on
+    /// [`closed_fd`](Self::closed_fd): asks for an event with the next message, and looks once more. `true` says that
+    /// there is no message: the descriptor becomes readable when one arrives. `false` says that there is one to be
+    /// taken, or that the connection is over: do not sleep.
+    ///
+    /// Call it before each sleep. It also takes the event that made the descriptor readable.
+    ///
+    /// # Errors
+    /// [`Error::Os`] and [`Error::Provider`] when the device or its driver fails, which ends the connection.
+    pub fn arm(&mut self) -> Result<bool> {
+        let armed = self.shared.queue_pair().recv_cq().rearm();
+        self.shared.settle(armed)?;
+        if !self.ready.is_empty() {
+            return Ok(false);
+        }
+        match advance(&self.shared, &mut self.batch) {
+            Ok(Some(message)) => self.ready.push_back(message),
+            Ok(None) => return Ok(true),
+            Err(e @ Error::Provider(_)) => return Err(e),
+            // Told by the next call that receives.
+            Err(_) => {}
+        }
+        Ok(false)
+    }
+
+    /// A descriptor that becomes readable, for good, when the connection ends: a poll loop watches it too, since the
+    /// queue may have no receive posted that would tell.
+    pub fn closed_fd(&self) -> BorrowedFd<'_> {
+        self.shared.closed_fd()
+    }
+
+    /// The receive buffers.
+    #[inline]
+    fn slots(&self) -> Result<&Arena> {
+        self.shared.slots().ok_or_else(without_buffers)
+    }
+
     #[inline]
     fn recv_within(&mut self, buf: &mut [u8], patience: impl FnOnce(&Self) -> Patience) -> Result<usize> {
+        self.slots()?;
         let message = self.next(patience)?;
-        let len = message.len as usize;
+        let len = message.in_slot() as usize;
         if len > buf.len() {
             self.ready.push_front(message);
             return Err(Error::Truncated { len, capacity: buf.len() });
         }
-        let from = self.shared.slots().slot(message.slot);
+        let from = self.slots()?.slot(message.slot);
         // SAFETY: the slot is not posted and its index is in `message` alone; `len` is within it (checked in
         // `accept`); `buf` is exclusive and no part of the arena.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), buf.as_mut_ptr(), len) };
@@ -127,8 +228,16 @@ impl RecvHalf {
 
     #[inline]
     fn recv_buf_within(&mut self, patience: impl FnOnce(&Self) -> Patience) -> Result<RecvBuf> {
-        let Message { slot, len, imm } = self.next(patience)?;
-        Ok(RecvBuf { slot, len, imm, shared: self.shared.clone() })
+        self.slots()?;
+        let message = self.next(patience)?;
+        let written = message.written.then_some(message.len);
+        Ok(RecvBuf {
+            slot: message.slot,
+            len: message.in_slot(),
+            imm: message.imm,
+            written,
+            shared: self.shared.clone(),
+        })
     }
 
     /// The next message, which is the caller's from then on.
@@ -196,7 +305,19 @@ fn advance(shared: &Shared, batch: &mut Completions) -> Result<Option<Message>> 
 fn accept(shared: &Shared, completion: &Completion) -> Option<Message> {
     let slot = shared.take_posted(completion.wr_id)?;
     let len = completion.byte_len;
-    (len as usize <= shared.slots().size()).then_some(Message { slot, len, imm: completion.imm })
+    let written = completion.opcode == sys::ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
+    (written || len as usize <= slot_size(shared)).then_some(Message { slot, len, written, imm: completion.imm })
+}
+
+/// Bytes that fit into a receive.
+#[inline]
+fn slot_size(shared: &Shared) -> usize {
+    shared.slots().map_or(0, Arena::size)
+}
+
+#[cold]
+fn without_buffers() -> Error {
+    Error::misuse("with the option `notifications` there are no buffers to receive into: use `recv_notification`")
 }
 
 #[cold]
@@ -206,7 +327,7 @@ fn broke(shared: &Shared, completion: &Completion) {
         status: completion.status,
         opcode: Opcode::Recv,
         vendor: completion.vendor,
-        buffer: Some(shared.slots().size()),
+        buffer: Some(slot_size(shared)),
     });
     if cause.is_flush() && shared.cause().is_none() {
         // The operation that failed is a send, whose completion is in the other queue.
@@ -225,19 +346,33 @@ impl fmt::Debug for RecvHalf {
     }
 }
 
+/// The completion channel of the receive queue, for [`RecvHalf::arm`].
+impl AsFd for RecvHalf {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.shared.queue_pair().recv_cq().event_fd().expect("an endpoint's queues have channels")
+    }
+}
+
 /// A received message in the buffer it arrived in. When it is dropped, on whatever thread, the buffer goes
 /// back to the device for another message. It keeps the queue pair alive.
 pub struct RecvBuf {
     slot: u32,
     len: u32,
     imm: Option<u32>,
+    written: Option<u32>,
     shared: Arc<Shared>,
 }
 
 impl RecvBuf {
-    /// The immediate value that came with it, if one did.
+    /// The immediate value that came with it, if one did, exactly as the peer gave it.
     pub fn imm(&self) -> Option<u32> {
         self.imm
+    }
+
+    /// How many bytes the peer wrote into its remote region, if this is no message but tells of a write with an
+    /// immediate value ([`write_imm`](super::SendHalf::write_imm)). The buffer is empty then.
+    pub fn written(&self) -> Option<u32> {
+        self.written
     }
 }
 
@@ -245,7 +380,7 @@ impl Deref for RecvBuf {
     type Target = [u8];
     #[inline]
     fn deref(&self) -> &[u8] {
-        let at = self.shared.slots().slot(self.slot);
+        let at = self.shared.slots().expect("a buffer was received, so there are buffers").slot(self.slot);
         // SAFETY: the slot is not posted and its index is in this handle alone, so nobody writes it; `len`
         // was checked against its size; the pages are initialised and live as long as `shared`.
         unsafe { std::slice::from_raw_parts(at.as_ptr(), self.len as usize) }

@@ -1,6 +1,7 @@
 //! The sending half.
 
 mod one_sided;
+mod pending;
 mod state;
 
 use std::fmt;
@@ -17,6 +18,7 @@ use crate::sys::ibv_wr_opcode as Wr;
 use crate::wait::{Patience, Waiter, check_timeout};
 use state::{Request, Resource};
 
+pub use pending::Ticket;
 pub(super) use state::SendState;
 
 /// The half of an [`Endpoint`](super::Endpoint) that sends, writes and reads.
@@ -75,7 +77,25 @@ impl SendHalf {
     /// * The cause, once the connection is broken or closed.
     #[inline]
     pub fn send(&mut self, data: &[u8]) -> Result<()> {
-        self.send_within(data, |half| Patience::from_timeout(half.timeout))
+        self.send_within(data, None, |half| Patience::from_timeout(half.timeout))
+    }
+
+    /// [`send`](Self::send) with an immediate value, which the peer finds beside the message
+    /// ([`RecvBuf::imm`](super::RecvBuf::imm)), exactly as given here.
+    ///
+    /// # Errors
+    /// Those of [`send`](Self::send).
+    #[inline]
+    pub fn send_imm(&mut self, data: &[u8], imm: u32) -> Result<()> {
+        self.send_within(data, Some(imm), |half| Patience::from_timeout(half.timeout))
+    }
+
+    /// [`send_imm`](Self::send_imm) without waiting.
+    ///
+    /// # Errors
+    /// Those of [`send`](Self::send), and [`Error::WouldBlock`] when the queue is full.
+    pub fn try_send_imm(&mut self, data: &[u8], imm: u32) -> Result<()> {
+        self.send_within(data, Some(imm), |_| Patience::NONE)
     }
 
     /// [`send`](Self::send) with its own timeout.
@@ -84,7 +104,7 @@ impl SendHalf {
     /// Those of [`send`](Self::send), and [`Error::Misuse`] for a timeout of zero.
     pub fn send_timeout(&mut self, data: &[u8], timeout: Duration) -> Result<()> {
         let patience = Patience::of(timeout)?;
-        self.send_within(data, |_| patience)
+        self.send_within(data, None, |_| patience)
     }
 
     /// [`send`](Self::send) without waiting.
@@ -92,11 +112,11 @@ impl SendHalf {
     /// # Errors
     /// Those of [`send`](Self::send), and [`Error::WouldBlock`] when the queue is full.
     pub fn try_send(&mut self, data: &[u8]) -> Result<()> {
-        self.send_within(data, |_| Patience::NONE)
+        self.send_within(data, None, |_| Patience::NONE)
     }
 
     #[inline]
-    fn send_within(&mut self, data: &[u8], patience: impl FnOnce(&Self) -> Patience) -> Result<()> {
+    fn send_within(&mut self, data: &[u8], imm: Option<u32>, patience: impl FnOnce(&Self) -> Patience) -> Result<()> {
         let len = data.len();
         if len > self.state.slots.size() {
             return Err(Error::TooLong { len, limit: self.state.slots.size() });
@@ -114,7 +134,7 @@ impl SendHalf {
             unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), slot, len) };
             slot.cast_const()
         };
-        let request = message(from, len, self.state.slots.lkey(), inline, false);
+        let request = message(from, len, self.state.slots.lkey(), imm, inline, false);
         // SAFETY: inline data is read before the call returns; else it is the slot of the next place.
         unsafe { self.state.post(&self.shared, request, || None) }
     }
@@ -202,7 +222,7 @@ impl SendHalf {
             return Err((e, buf));
         }
         let inline = len <= self.state.inline;
-        let request = message(buf.addr().as_ptr(), len, buf.lkey(), inline, !inline);
+        let request = message(buf.addr().as_ptr(), len, buf.lkey(), None, inline, !inline);
         let mut buf = Some(buf);
         // SAFETY: inline data is read before the call returns; else the buffer moves into the table, where
         // nobody can reach it.
@@ -232,17 +252,22 @@ impl SendHalf {
     fn flush_within(&mut self, mut patience: Patience) -> Result<()> {
         self.state.reap(&self.shared)?;
         if self.state.table.unsignalled_tail() > 0 {
-            self.make_room(&mut patience)?;
-            let nothing = Request {
-                kind: Opcode::Flush,
-                op: Wr::IBV_WR_RDMA_WRITE,
-                ..message(std::ptr::null(), 0, 0, false, true)
-            };
-            // SAFETY: it names no memory.
-            unsafe { self.state.post(&self.shared, nothing, || None)? };
+            self.post_marker(&mut patience)?;
         }
         self.wait_until(&mut patience, "sends to be done", Table::is_empty)?;
         self.state.outcome(&self.shared, u64::MAX)
+    }
+
+    /// Posts an empty RDMA write whose completion tells the end of all that was posted before it.
+    fn post_marker(&mut self, patience: &mut Patience) -> Result<()> {
+        self.make_room(patience)?;
+        let nothing = Request {
+            kind: Opcode::Flush,
+            op: Wr::IBV_WR_RDMA_WRITE,
+            ..message(std::ptr::null(), 0, 0, None, false, true)
+        };
+        // SAFETY: it names no memory.
+        unsafe { self.state.post(&self.shared, nothing, || None) }
     }
 
     /// Whether a request can be posted without further ado.
@@ -291,15 +316,16 @@ impl SendHalf {
 
 /// The request to send a message.
 #[inline]
-fn message(from: *const u8, len: usize, lkey: u32, inline: bool, signal: bool) -> Request {
+fn message(from: *const u8, len: usize, lkey: u32, imm: Option<u32>, inline: bool, signal: bool) -> Request {
     Request {
         kind: Opcode::Send,
-        op: Wr::IBV_WR_SEND,
+        op: if imm.is_some() { Wr::IBV_WR_SEND_WITH_IMM } else { Wr::IBV_WR_SEND },
         addr: from.expose_provenance() as u64,
         len,
         lkey,
         remote: 0,
         rkey: 0,
+        imm: imm.unwrap_or(0),
         inline,
         signal,
     }

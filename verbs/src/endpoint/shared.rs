@@ -31,9 +31,9 @@ pub(super) struct Shared {
     qp: QueuePair,
     /// The state of the send half once that was dropped: its memory may be in use until `qp` is gone.
     parked: Mutex<ManuallyDrop<Vec<SendState>>>,
-    /// Receive slots. A slot is either posted, or its index is in one place: a completion that was not looked at, the
+    /// Receive slots, if receives carry a buffer. A slot is either posted, or its index is in one place: a completion that was not looked at, the
     /// receive half's list, or a `RecvBuf`.
-    slots: ManuallyDrop<Arena>,
+    slots: ManuallyDrop<Option<Arena>>,
     posted: Box<[AtomicBool]>,
 
     /// Set after a cause was; tells the halves to look.
@@ -57,8 +57,9 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(qp: QueuePair, slots: Arena, closed: EventFd) -> Shared {
-        let posted = (0..slots.count()).map(|_| AtomicBool::new(false)).collect();
+    pub(super) fn new(qp: QueuePair, slots: Option<Arena>, recv_depth: u32, closed: EventFd) -> Shared {
+        debug_assert!(slots.as_ref().is_none_or(|slots| slots.count() == recv_depth), "a slot for each receive");
+        let posted = (0..recv_depth).map(|_| AtomicBool::new(false)).collect();
         Shared {
             qp,
             parked: Mutex::new(ManuallyDrop::new(Vec::new())),
@@ -83,8 +84,8 @@ impl Shared {
     }
 
     #[inline]
-    pub(super) fn slots(&self) -> &Arena {
-        &self.slots
+    pub(super) fn slots(&self) -> Option<&Arena> {
+        self.slots.as_ref()
     }
 
     #[inline]
@@ -220,13 +221,20 @@ impl Shared {
     /// Posts a receive into a slot that belongs to the caller.
     #[inline]
     pub(super) fn post_recv(&self, slot: u32) -> Result<()> {
-        let mut sge = sys::ibv_sge {
-            addr: self.slots.slot(slot).as_ptr().expose_provenance() as u64,
-            length: self.slots.size() as u32,
-            lkey: self.slots.lkey(),
+        let mut sge = match self.slots() {
+            Some(slots) => sys::ibv_sge {
+                addr: slots.slot(slot).as_ptr().expose_provenance() as u64,
+                length: slots.size() as u32,
+                lkey: slots.lkey(),
+            },
+            None => sys::ibv_sge { addr: 0, length: 0, lkey: 0 },
         };
-        let mut wr =
-            sys::ibv_recv_wr { wr_id: u64::from(slot), next: ptr::null_mut(), sg_list: &raw mut sge, num_sge: 1 };
+        let mut wr = sys::ibv_recv_wr {
+            wr_id: u64::from(slot),
+            next: ptr::null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: i32::from(sge.length != 0),
+        };
         self.posted[slot as usize].store(true, Ordering::Relaxed);
         // SAFETY: the slot lies in the arena, which is registered for local writes and outlives the queue
         // pair; it is not posted and nobody else has its index, so nobody touches it until its completion.

@@ -1,9 +1,10 @@
-//! RDMA write and read.
+//! RDMA write and read: blocking, and posted.
 
 use std::ops::Range;
 
-use super::SendHalf;
+use super::pending::Ticket;
 use super::state::{Request, Resource};
+use super::{SendHalf, SendState};
 use crate::error::{Error, Opcode, Result};
 use crate::mr::{Access, MemoryRegion};
 use crate::remote::RemoteRegion;
@@ -27,7 +28,24 @@ impl SendHalf {
         remote: &RemoteRegion,
         remote_offset: u64,
     ) -> Result<()> {
-        self.one_sided(Opcode::Write, local, range, remote, remote_offset)
+        self.one_sided(&Transfer::write(self, local, range, remote, remote_offset, None)?)
+    }
+
+    /// [`write`](Self::write) that tells the peer: it uses up a receive there and gives it `imm` and the length (see
+    /// [`RecvBuf::written`](super::super::RecvBuf::written)). The bytes are in place by then. With an empty range
+    /// nothing is written and the remote region is not looked at.
+    ///
+    /// # Errors
+    /// Those of [`write`](Self::write); also [`Error::Work`] on iWARP, which has no such operation.
+    pub fn write_imm(
+        &mut self,
+        local: &MemoryRegion,
+        range: Range<usize>,
+        remote: &RemoteRegion,
+        remote_offset: u64,
+        imm: u32,
+    ) -> Result<()> {
+        self.one_sided(&Transfer::write(self, local, range, remote, remote_offset, Some(imm))?)
     }
 
     /// Reads from the peer's memory into a local region (RDMA read), which must have
@@ -45,65 +63,233 @@ impl SendHalf {
         remote: &RemoteRegion,
         remote_offset: u64,
     ) -> Result<()> {
-        if !local.access().contains(Access::LOCAL_WRITE) {
-            return Err(Error::misuse("the local region of an RDMA read must have local write access"));
-        }
-        self.one_sided(Opcode::Read, local, range, remote, remote_offset)
+        self.one_sided(&Transfer::read(self, local, range, remote, remote_offset)?)
     }
 
-    fn one_sided(
+    /// Posts an RDMA write and returns at once, so that many can be in flight; with `imm`, as
+    /// [`write_imm`](Self::write_imm). The region stays registered until the operation is over. An empty range
+    /// without an immediate value is over at once.
+    ///
+    /// What is at most [`inline_size`](Self::inline_size) long is copied into the request: it may be overwritten
+    /// when this returns. Of longer ranges it is the contents at some time before the end that are sent.
+    ///
+    /// # Errors
+    /// * [`Error::WouldBlock`] when the queue has no room, and nothing was posted: see
+    ///   [`wait_any`](Self::wait_any).
+    /// * [`Error::TooLong`] when it would not even fit into an empty queue (`send_depth` messages of the port).
+    /// * [`Error::Misuse`] as [`write`](Self::write); the cause, once the connection is broken or closed.
+    pub fn post_write(
         &mut self,
-        kind: Opcode,
         local: &MemoryRegion,
         range: Range<usize>,
         remote: &RemoteRegion,
         remote_offset: u64,
-    ) -> Result<()> {
-        let domain = self.shared.queue_pair().protection_domain();
-        if !local.protection_domain().same_as(domain) {
-            return Err(Error::misuse("the local region belongs to another protection domain than the connection"));
+        imm: Option<u32>,
+    ) -> Result<Ticket> {
+        self.post_transfer(&Transfer::write(self, local, range, remote, remote_offset, imm)?)
+    }
+
+    /// Posts an RDMA read and returns at once, so that many can be in flight. Bytes may arrive in any order until the
+    /// operation is over; the region stays registered until then.
+    ///
+    /// # Errors
+    /// * [`Error::WouldBlock`] and [`Error::TooLong`] as [`post_write`](Self::post_write).
+    /// * [`Error::Misuse`] as [`read`](Self::read); the cause, once the connection is broken or closed.
+    pub fn post_read(
+        &mut self,
+        local: &MemoryRegion,
+        range: Range<usize>,
+        remote: &RemoteRegion,
+        remote_offset: u64,
+    ) -> Result<Ticket> {
+        self.post_transfer(&Transfer::read(self, local, range, remote, remote_offset)?)
+    }
+
+    fn one_sided(&mut self, transfer: &Transfer<'_>) -> Result<()> {
+        if transfer.is_nothing() {
+            return self.alive();
         }
-        let range = local.check_range(range)?;
-        let to = remote.locate(remote_offset, range.len() as u64)?;
-        if range.is_empty() {
-            return match self.shared.is_broken() {
-                true => Err(self.shared.reason()),
-                false => Ok(()),
-            };
-        }
-        let op = match kind {
-            Opcode::Read => Wr::IBV_WR_RDMA_READ,
-            _ => Wr::IBV_WR_RDMA_WRITE,
-        };
         let mut patience = Patience::from_timeout(self.timeout);
+        let mut owed = Owed { half: self, region: transfer.local, end: 0 };
         let mut done = 0;
         // What is larger than a message of the port goes in several.
-        while done < range.len() {
-            if !self.has_room() {
-                self.make_room(&mut patience)?;
+        loop {
+            if !owed.half.has_room() {
+                owed.half.make_room(&mut patience)?;
             }
-            let len = (range.len() - done).min(self.state.max_message);
-            let request = Request {
-                kind,
-                op,
-                addr: local.addr(range.start + done),
-                len,
-                lkey: local.lkey(),
-                remote: to + done as u64,
-                rkey: remote.rkey(),
-                inline: false,
-                signal: done + len == range.len(),
-            };
-            // SAFETY: the range lies in the region, a handle of which stays in the table; Rust code accesses
-            // a region's memory by copies that tolerate races only.
-            unsafe {
-                let keep = || Some(Resource::Region(local.clone()));
-                self.state.post(&self.shared, request, keep)?;
-            }
+            let (request, len) = transfer.request(&owed.half.state, done, true);
+            // SAFETY: the range lies in the region, which is borrowed here, and which `owed` puts into the table
+            // should this end before the operation; Rust code accesses its memory by copies that tolerate races.
+            unsafe { owed.half.state.post(&owed.half.shared, request, || None)? };
+            owed.end = owed.half.state.table.next_seq();
             done += len;
+            if done == transfer.len {
+                break;
+            }
         }
-        let last = self.state.table.next_seq() - 1;
-        self.wait_until(&mut patience, "the end of an RDMA operation", |table| table.is_done(last))?;
-        self.state.outcome(&self.shared, last)
+        let end = owed.end;
+        owed.half.wait_until(&mut patience, "the end of an RDMA operation", |table| table.is_over(end))?;
+        owed.half.state.outcome(&owed.half.shared, end)
+    }
+
+    fn post_transfer(&mut self, transfer: &Transfer<'_>) -> Result<Ticket> {
+        if transfer.is_nothing() {
+            return self.alive().map(|()| Ticket::OVER);
+        }
+        let count = transfer.len.div_ceil(self.state.max_message).max(1) as u64;
+        if self.shared.is_broken() || self.state.table.room() < count {
+            self.want_room(transfer.len, count)?;
+        }
+        let mut done = 0;
+        loop {
+            let (request, len) = transfer.request(&self.state, done, self.state.tell_all);
+            let inline = request.inline;
+            let keep = || if inline { None } else { Some(Resource::Region(transfer.local.clone())) };
+            // SAFETY: the range lies in the region. Inline data is read before the call returns; else a handle of the
+            // region stays in the table. Rust code accesses its memory by copies that tolerate races only.
+            unsafe { self.state.post(&self.shared, request, keep)? };
+            done += len;
+            if done == transfer.len {
+                return Ok(Ticket::at(self.state.table.next_seq()));
+            }
+        }
+    }
+
+    #[inline(never)]
+    fn want_room(&mut self, len: usize, count: u64) -> Result<()> {
+        self.state.reap(&self.shared)?;
+        self.alive()?;
+        let limit = self.state.table.limit();
+        if count > limit {
+            return Err(Error::TooLong { len, limit: self.state.max_message.saturating_mul(limit as usize) });
+        }
+        if self.state.table.room() < count { Err(Error::WouldBlock) } else { Ok(()) }
+    }
+
+    fn alive(&self) -> Result<()> {
+        if self.shared.is_broken() { Err(self.shared.reason()) } else { Ok(()) }
+    }
+}
+
+/// A checked one-sided operation.
+struct Transfer<'a> {
+    kind: Opcode,
+    op: Wr::Type,
+    local: &'a MemoryRegion,
+    start: usize,
+    len: usize,
+    remote: u64,
+    rkey: u32,
+    imm: Option<u32>,
+}
+
+impl<'a> Transfer<'a> {
+    #[inline]
+    fn write(
+        half: &SendHalf,
+        local: &'a MemoryRegion,
+        range: Range<usize>,
+        remote: &RemoteRegion,
+        remote_offset: u64,
+        imm: Option<u32>,
+    ) -> Result<Transfer<'a>> {
+        let range = half.local_range(local, range)?;
+        // What notifies and writes nothing needs no memory at the peer.
+        let to = match (range.is_empty(), imm) {
+            (true, Some(_)) => 0,
+            _ => remote.locate(remote_offset, range.len() as u64)?,
+        };
+        Ok(Transfer {
+            kind: Opcode::Write,
+            op: Wr::IBV_WR_RDMA_WRITE,
+            local,
+            start: range.start,
+            len: range.len(),
+            remote: to,
+            rkey: remote.rkey(),
+            imm,
+        })
+    }
+
+    #[inline]
+    fn read(
+        half: &SendHalf,
+        local: &'a MemoryRegion,
+        range: Range<usize>,
+        remote: &RemoteRegion,
+        remote_offset: u64,
+    ) -> Result<Transfer<'a>> {
+        if !local.access().contains(Access::LOCAL_WRITE) {
+            return Err(Error::misuse("the local region of an RDMA read must have local write access"));
+        }
+        let range = half.local_range(local, range)?;
+        Ok(Transfer {
+            kind: Opcode::Read,
+            op: Wr::IBV_WR_RDMA_READ,
+            local,
+            start: range.start,
+            len: range.len(),
+            remote: remote.locate(remote_offset, range.len() as u64)?,
+            rkey: remote.rkey(),
+            imm: None,
+        })
+    }
+
+    #[inline]
+    fn is_nothing(&self) -> bool {
+        self.len == 0 && self.imm.is_none()
+    }
+
+    /// The request for what is left after `done` bytes, or for as much of it as fits into one message, and how long it
+    /// is. The end of the last one is told if `signal`.
+    #[inline]
+    fn request(&self, state: &SendState, done: usize, signal: bool) -> (Request, usize) {
+        let len = (self.len - done).min(state.max_message);
+        let last = done + len == self.len;
+        let (op, imm) = match self.imm {
+            Some(imm) if last => (Wr::IBV_WR_RDMA_WRITE_WITH_IMM, imm),
+            _ => (self.op, 0),
+        };
+        let request = Request {
+            kind: self.kind,
+            op,
+            addr: self.local.addr(self.start + done),
+            len,
+            lkey: self.local.lkey(),
+            remote: self.remote + done as u64,
+            rkey: self.rkey,
+            imm,
+            inline: len <= state.inline && self.kind == Opcode::Write,
+            signal: signal && last,
+        };
+        (request, len)
+    }
+}
+
+impl SendHalf {
+    #[inline]
+    fn local_range(&self, local: &MemoryRegion, range: Range<usize>) -> Result<Range<usize>> {
+        if !local.protection_domain().same_as(self.shared.queue_pair().protection_domain()) {
+            return Err(Error::misuse("the local region belongs to another protection domain than the connection"));
+        }
+        local.check_range(range)
+    }
+}
+
+/// A blocking operation in flight on a borrowed region. However the call ends, by a timeout, an error or a panic, the
+/// region goes into the table if the device may still use it.
+struct Owed<'a> {
+    half: &'a mut SendHalf,
+    region: &'a MemoryRegion,
+    /// One more than the sequence number of the last request posted, 0 for none.
+    end: u64,
+}
+
+impl Drop for Owed<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if !self.half.state.table.is_over(self.end) {
+            self.half.state.table.hold(self.end - 1, Resource::Region(self.region.clone()));
+        }
     }
 }

@@ -21,6 +21,8 @@ pub(in super::super) struct SendState {
     failed_from: Option<u64>,
     batch: Box<Completions>,
     signal_interval: u64,
+    /// Whether the end of each posted operation is told, though messages share completions.
+    pub(super) tell_all: bool,
     /// Bytes that fit into a request, as granted.
     pub(super) inline: usize,
     /// Bytes that fit into a message of the port.
@@ -52,6 +54,8 @@ pub(super) struct Request {
     /// Remote memory of a one-sided operation.
     pub(super) remote: u64,
     pub(super) rkey: u32,
+    /// For the kinds with an immediate value: the value, in host byte order.
+    pub(super) imm: u32,
     pub(super) inline: bool,
     /// Whether its completion must be told; others are told now and then.
     pub(super) signal: bool,
@@ -67,6 +71,7 @@ impl SendState {
             failed_from: None,
             batch: Box::default(),
             signal_interval: options.signal_interval(),
+            tell_all: options.signal_every == 0,
             inline: inline as usize,
             max_message,
             buffers: None,
@@ -103,6 +108,7 @@ impl SendState {
         wr.num_sge = i32::from(request.len != 0);
         wr.opcode = request.op;
         wr.send_flags = u32::from(request.inline) * INLINE + u32::from(signalled) * SIGNALED;
+        wr.imm_data_invalidated_rkey_union.imm_data = request.imm.to_be();
         wr.wr.rdma = sys::rdma_t { remote_addr: request.remote, rkey: request.rkey };
         // SAFETY: as the caller says; `wr` and `sge` live through the call.
         let rc = unsafe { shared.queue_pair().post_send(&mut wr) };
@@ -170,10 +176,10 @@ impl SendState {
         }
     }
 
-    /// `Ok` when this operation and all before it were done; that they are over must be known.
-    pub(super) fn outcome(&self, shared: &Shared, seq: u64) -> Result<()> {
+    /// `Ok` when all operations below `end` were done; that they are over must be known.
+    pub(super) fn outcome(&self, shared: &Shared, end: u64) -> Result<()> {
         match self.failed_from {
-            Some(failed) if failed <= seq => Err(shared.reason()),
+            Some(failed) if failed < end => Err(shared.reason()),
             _ => Ok(()),
         }
     }
