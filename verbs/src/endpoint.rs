@@ -23,6 +23,7 @@ pub use builder::EndpointBuilder;
 pub use options::EndpointOptions;
 pub use recv::{Notification, RecvBuf, RecvHalf};
 pub use send::{SendHalf, Ticket};
+pub use shared::Probe;
 
 /// One end of a reliable connection.
 ///
@@ -237,6 +238,19 @@ impl Control {
     /// same endpoint, which would then never be freed. The first hook set is the one that counts.
     pub fn set_broken_hook(&self, hook: Box<dyn Fn() + Send + Sync>) {
         self.shared.set_hook(hook);
+    }
+
+    /// Asks whether the peer still answers: posts an empty RDMA write, which the peer's device acknowledges without its
+    /// program, and without the right to any of its memory. A later call tells whether it was answered. With
+    /// a peer that is dead the probe fails when the retries of the queue pair are used up, and the connection is
+    /// broken for that reason; where they never are (see `retry_count`), or take too long for the caller, the caller
+    /// counts the calls that return [`Probe::Unanswered`] and [closes](Self::close) it as
+    /// [`CloseReason::Unresponsive`].
+    ///
+    /// At most one probe is under way; the send queue has a place for it beside `send_depth`. The peer's queue pair must
+    /// allow RDMA writes, as it does when a connection manager set it up.
+    pub fn probe(&self) -> Probe {
+        self.shared.probe()
     }
 
     /// The queue pair, for queries and its timers.

@@ -208,6 +208,8 @@ pub enum CloseReason {
     DeviceRemoved,
     /// The network says that the peer cannot be reached any more.
     Unreachable,
+    /// The peer no longer answers, though nothing says why: it, or the way to it, is dead or stopped.
+    Unresponsive,
     /// Something else; what.
     Failed(Arc<str>),
 }
@@ -223,6 +225,7 @@ impl CloseReason {
             CloseReason::Peer => io::ErrorKind::ConnectionReset,
             CloseReason::Local | CloseReason::DeviceRemoved => io::ErrorKind::NotConnected,
             CloseReason::Unreachable => io::ErrorKind::HostUnreachable,
+            CloseReason::Unresponsive => io::ErrorKind::TimedOut,
             CloseReason::Failed(_) => io::ErrorKind::ConnectionAborted,
         }
     }
@@ -235,6 +238,7 @@ impl fmt::Display for CloseReason {
             CloseReason::Local => f.write_str("this side closed the connection"),
             CloseReason::DeviceRemoved => f.write_str("the RDMA device was removed"),
             CloseReason::Unreachable => f.write_str("the peer cannot be reached any more"),
+            CloseReason::Unresponsive => f.write_str("the peer no longer answers"),
             CloseReason::Failed(why) => write!(f, "the connection failed: {why}"),
         }
     }

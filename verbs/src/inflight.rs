@@ -221,6 +221,9 @@ pub(crate) fn wr_id(seq: u64, kind: Opcode) -> u64 {
     seq << 8 | u64::from(kind as u8)
 }
 
+/// The work request id of the probe, which is in no table: sequence numbers do not get that far.
+pub(crate) const PROBE: u64 = u64::MAX << 8 | Opcode::Probe as u64;
+
 /// The kind of operation in a work request id.
 #[inline]
 pub(crate) fn kind_of(wr_id: u64) -> Option<Opcode> {

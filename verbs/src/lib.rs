@@ -101,7 +101,7 @@ pub use device::{
     devices,
 };
 pub use endpoint::{
-    Control, Endpoint, EndpointBuilder, EndpointOptions, Notification, RecvBuf, RecvHalf, SendHalf, Ticket,
+    Control, Endpoint, EndpointBuilder, EndpointOptions, Notification, Probe, RecvBuf, RecvHalf, SendHalf, Ticket,
 };
 pub use error::{CloseReason, Error, LimitError, Opcode, OsError, Result, WorkError, WorkStatus};
 pub use mr::{Access, MemoryRegion};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::Endpoint;
-use super::options::{self, EndpointOptions};
+use super::options::{self, EndpointOptions, PROBES};
 use super::recv::RecvHalf;
 use super::send::{SendHalf, SendState};
 use super::shared::Shared;
@@ -56,7 +56,7 @@ impl EndpointBuilder {
             max_message,
             // Each outstanding request gives at most one completion, and none is forgotten before it came:
             // with these depths neither queue can overrun.
-            send_cq: cq(options.send_depth)?,
+            send_cq: cq(options.send_depth + PROBES)?,
             recv_cq: cq(options.recv_depth)?,
             send_slots: Arena::new(pd, SendState::places(options.send_depth), options.message_size)?,
             recv_slots: match options.notifications {
@@ -84,7 +84,7 @@ impl EndpointBuilder {
     /// The depths and sizes to ask for.
     pub fn caps(&self) -> QueuePairCaps {
         QueuePairCaps {
-            max_send_wr: self.options.send_depth,
+            max_send_wr: self.options.send_depth + PROBES,
             max_recv_wr: self.options.recv_depth,
             max_send_sge: 1,
             max_recv_sge: 1,

@@ -17,7 +17,7 @@ use crate::wait::Wait;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct EndpointOptions {
-    /// Send-side operations that can be outstanding, 64 by default.
+    /// Send-side operations that can be outstanding, 64 by default. The queue has one place more, for keepalive probes.
     pub send_depth: u32,
     /// Messages that can arrive before anybody takes them, 64 by default.
     pub recv_depth: u32,
@@ -98,9 +98,10 @@ impl EndpointOptions {
         if self.message_size == 0 {
             return Err(Error::misuse("the option message_size must be at least 1"));
         }
-        fits("option send_depth (device limit max_qp_wr)", self.send_depth.into(), device.max_qp_wr)?;
+        let with_probe = u64::from(self.send_depth) + u64::from(PROBES);
+        fits("option send_depth, and one for the probe (device limit max_qp_wr)", with_probe, device.max_qp_wr)?;
         fits("option recv_depth (device limit max_qp_wr)", self.recv_depth.into(), device.max_qp_wr)?;
-        fits("option send_depth (device limit max_cqe)", self.send_depth.into(), device.max_cqe)?;
+        fits("option send_depth, and one for the probe (device limit max_cqe)", with_probe, device.max_cqe)?;
         fits("option recv_depth (device limit max_cqe)", self.recv_depth.into(), device.max_cqe)?;
         LimitError::check(
             "option message_size (limit of the port, max_msg_sz)",
@@ -118,6 +119,9 @@ impl EndpointOptions {
         }
     }
 }
+
+/// Places kept free in the send queue and its completion queue: for [`Control::probe`](super::Control::probe).
+pub(super) const PROBES: u32 = 1;
 
 /// The largest message that all active ports carry, in bytes.
 pub(super) fn max_message<'a>(ports: impl IntoIterator<Item = &'a PortAttributes>) -> usize {

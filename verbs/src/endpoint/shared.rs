@@ -52,8 +52,14 @@ pub(super) struct Shared {
     /// It was a half that found it broken.
     found: AtomicBool,
     told: AtomicBool,
-    /// Send completions that the receive half took while it looked for the cause.
+    /// Send completions that others than the send half took: the receive half while it looked for the cause, a control
+    /// while it looked for the answer to its probe.
     spill: Mutex<Vec<Completion>>,
+    /// Set under that lock before completions are taken, cleared when none are left there. So whoever finds the queue
+    /// empty and this unset knows that nothing was taken away before.
+    spilled: AtomicBool,
+    /// A probe was posted whose end was not seen.
+    probing: AtomicBool,
 }
 
 impl Shared {
@@ -75,6 +81,8 @@ impl Shared {
             found: AtomicBool::new(false),
             told: AtomicBool::new(false),
             spill: Mutex::new(Vec::new()),
+            spilled: AtomicBool::new(false),
+            probing: AtomicBool::new(false),
         }
     }
 
@@ -190,18 +198,91 @@ impl Shared {
     #[cold]
     pub(super) fn look_for_cause(&self) {
         let mut spill = lock(&self.spill);
-        self.drain_sends(&mut spill);
-        let cause = spill.iter().find(|c| !c.is_success() && c.status != WorkStatus::FLUSHED).map(send_error);
+        self.spill_sends(&mut spill);
+        let cause = first_cause(&spill);
         drop(spill);
         if let Some(cause) = cause {
             self.fail_by(cause);
         }
     }
 
+    /// Takes the send completions from the queue, for the send half to find.
+    fn spill_sends(&self, spill: &mut Vec<Completion>) {
+        // Before the queue is emptied: the send half must not find it empty and sleep.
+        self.spilled.store(true, Ordering::SeqCst);
+        self.drain_sends(spill);
+        if spill.is_empty() {
+            self.spilled.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether someone else took send completions; to be asked after the queue was found empty.
+    #[inline]
+    pub(super) fn has_spilled(&self) -> bool {
+        self.spilled.load(Ordering::SeqCst)
+    }
+
+    /// The send completions that others took.
+    #[cold]
+    pub(super) fn take_spilled(&self) -> Vec<Completion> {
+        let mut spill = lock(&self.spill);
+        self.spilled.store(false, Ordering::SeqCst);
+        std::mem::take(&mut *spill)
+    }
+
+    // Probing.
+
+    /// See [`Control::probe`](super::Control::probe).
+    pub(super) fn probe(&self) -> Probe {
+        if self.is_broken() {
+            return Probe::Broken;
+        }
+        let mut spill = lock(&self.spill);
+        if self.probing.load(Ordering::SeqCst) {
+            self.spill_sends(&mut spill);
+            // Failures stay for the send half, which accounts for everything that failed.
+            spill.retain(|c| match c.wr_id == inflight::PROBE && c.is_success() {
+                true => {
+                    self.probe_done();
+                    false
+                }
+                false => true,
+            });
+            if let Some(cause) = first_cause(&spill) {
+                drop(spill);
+                self.fail_by(cause);
+                return Probe::Broken;
+            }
+        }
+        if self.probing.swap(true, Ordering::SeqCst) {
+            return Probe::Unanswered;
+        }
+        let mut wr = sys::zeroed_send_wr();
+        wr.wr_id = inflight::PROBE;
+        wr.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
+        wr.send_flags = sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
+        // SAFETY: it names no memory. Both queues have a place for one probe, and there is no other.
+        let rc = unsafe { self.qp.post_send(&mut wr) };
+        drop(spill);
+        if rc != 0 {
+            self.probe_done();
+            self.fail_by(OsError::new("ibv_post_send", Errno::from_raw(rc.wrapping_abs())).into());
+            return Probe::Broken;
+        }
+        Probe::Sent
+    }
+
+    /// The probe was answered.
+    #[cold]
+    pub(super) fn probe_done(&self) {
+        self.probing.store(false, Ordering::SeqCst);
+    }
+
     /// All send completions there are, in posting order, whoever took them from the queue.
     #[cold]
     pub(super) fn take_sends(&self, mut mine: Vec<Completion>) -> Vec<Completion> {
         let mut spill = lock(&self.spill);
+        self.spilled.store(false, Ordering::SeqCst);
         mine.append(&mut spill);
         self.drain_sends(&mut mine);
         drop(spill);
@@ -281,6 +362,24 @@ impl Drop for Shared {
             }
         }
     }
+}
+
+/// What [`Control::probe`](super::Control::probe) found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Probe {
+    /// A probe was sent; the one before it, if there was one, was answered.
+    Sent,
+    /// The last probe is not answered yet.
+    Unanswered,
+    /// The connection is broken or closed; [`Control::cause`](super::Control::cause) says why.
+    Broken,
+}
+
+/// The first failure that is no flush.
+#[cold]
+fn first_cause(completions: &[Completion]) -> Option<Error> {
+    completions.iter().find(|c| !c.is_success() && c.status != WorkStatus::FLUSHED).map(send_error)
 }
 
 /// The error of a failed send-side completion, whose kind is in its number.

@@ -66,6 +66,8 @@ pub enum Opcode {
     Read = 4,
     /// The empty RDMA write whose completion tells that everything before it is done.
     Flush = 5,
+    /// The empty RDMA write that asks whether the peer still answers ([`Control::probe`](crate::Control::probe)).
+    Probe = 6,
 }
 
 impl Opcode {
@@ -77,6 +79,7 @@ impl Opcode {
             3 => Opcode::Write,
             4 => Opcode::Read,
             5 => Opcode::Flush,
+            6 => Opcode::Probe,
             _ => return None,
         })
     }
@@ -90,6 +93,7 @@ impl fmt::Display for Opcode {
             Opcode::Write => "RDMA write",
             Opcode::Read => "RDMA read",
             Opcode::Flush => "flush",
+            Opcode::Probe => "keepalive probe",
         })
     }
 }

@@ -138,11 +138,30 @@ impl SendState {
                     return Ok(());
                 };
                 if self.table.complete(wr_id, false).is_err() {
-                    shared.fail_by(Error::Provider("a send completed that was not outstanding"));
+                    unknown(shared, wr_id);
                 }
+            }
+            if n == 0 && shared.has_spilled() {
+                self.reap_spilled(shared);
             }
             if n < Completions::CAPACITY {
                 return Ok(());
+            }
+        }
+    }
+
+    /// Takes note of completions that someone else took off the queue. Newer ones may have been seen already.
+    #[cold]
+    fn reap_spilled(&mut self, shared: &Shared) {
+        let spilled = shared.take_spilled();
+        if spilled.iter().any(|completion| !completion.is_success()) {
+            return self.reap_broken(shared, spilled);
+        }
+        for completion in spilled {
+            match self.table.complete(completion.wr_id, false) {
+                Err(Bogus::Unknown) if completion.wr_id != inflight::PROBE => {}
+                Err(_) => unknown(shared, completion.wr_id),
+                Ok(_) => {}
             }
         }
     }
@@ -164,6 +183,14 @@ impl SendState {
                     }
                 }
                 Ok(_) => {}
+                Err(Bogus::Unknown) if completion.wr_id == inflight::PROBE && failed => {
+                    let cause = send_error(&completion);
+                    if cause.is_flush() {
+                        flush.get_or_insert(cause);
+                    } else {
+                        shared.fail_by(cause);
+                    }
+                }
                 // Something newer was seen before, by the other half or by us.
                 Err(Bogus::Unknown) => {}
                 Err(Bogus::Mismatch) => {
@@ -187,6 +214,16 @@ impl SendState {
 
 const INLINE: u32 = sys::ibv_send_flags::IBV_SEND_INLINE.0;
 const SIGNALED: u32 = sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
+
+/// A success that is not of the table.
+#[cold]
+fn unknown(shared: &Shared, wr_id: u64) {
+    if wr_id == inflight::PROBE {
+        shared.probe_done();
+    } else {
+        shared.fail_by(Error::Provider("a send completed that was not outstanding"));
+    }
+}
 
 #[cold]
 fn refused(shared: &Shared, rc: i32) -> Error {
