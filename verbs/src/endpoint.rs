@@ -97,6 +97,14 @@ impl Endpoint {
         self.send.try_send(data).map_err(|e| self.recv.explain(e))
     }
 
+    /// See [`SendHalf::send_imm`].
+    ///
+    /// # Errors
+    /// Those of [`SendHalf::send_imm`].
+    pub fn send_imm(&mut self, data: &[u8], imm: u32) -> Result<()> {
+        self.send.send_imm(data, imm).map_err(|e| self.recv.explain(e))
+    }
+
     /// See [`SendHalf::alloc`].
     ///
     /// # Errors
@@ -126,6 +134,21 @@ impl Endpoint {
         remote_offset: u64,
     ) -> Result<()> {
         self.send.write(local, range, remote, remote_offset).map_err(|e| self.recv.explain(e))
+    }
+
+    /// See [`SendHalf::write_imm`].
+    ///
+    /// # Errors
+    /// Those of [`SendHalf::write_imm`].
+    pub fn write_imm(
+        &mut self,
+        local: &MemoryRegion,
+        range: Range<usize>,
+        remote: &RemoteRegion,
+        remote_offset: u64,
+        imm: u32,
+    ) -> Result<()> {
+        self.send.write_imm(local, range, remote, remote_offset, imm).map_err(|e| self.recv.explain(e))
     }
 
     /// See [`SendHalf::read`].

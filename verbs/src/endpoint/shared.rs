@@ -366,7 +366,6 @@ impl Drop for Shared {
 
 /// What [`Control::probe`](super::Control::probe) found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum Probe {
     /// A probe was sent; the one before it, if there was one, was answered.
     Sent,
