@@ -30,13 +30,15 @@ use crate::private_data::PrivateData;
 use crate::proto::{self, Call, Input, Output, Step};
 use crate::sys::{CallError, IdOption};
 use removed::Removed;
-use slot::{ConnectionSlot, Details, ListenerSlot, Slot};
+use slot::{ConnectionSlot, Details, ListenerSlot, Probed, Slot};
 
 /// The thread's state.
 #[derive(Debug)]
 pub(crate) struct Driver {
     slots: HashMap<Key, Slot>,
     deadlines: BTreeSet<(Instant, Key)>,
+    /// When to probe which connection next.
+    probes: BTreeSet<(Instant, Key)>,
     events: Events,
     commands: Receiver<Command>,
     mailbox: Arc<Mailbox>,
@@ -57,6 +59,7 @@ impl Driver {
         Self {
             slots: HashMap::new(),
             deadlines: BTreeSet::new(),
+            probes: BTreeSet::new(),
             events,
             commands,
             mailbox,
@@ -85,6 +88,7 @@ impl Driver {
             self.drain_events();
             let now = Instant::now();
             self.expire(now);
+            self.probe(now);
             self.removed.look(now);
             self.counters.ids_live.store(self.slots.len() as u64, Ordering::Relaxed);
         }
@@ -92,8 +96,9 @@ impl Driver {
 
     /// Sleeps until there is an event, a command or a deadline.
     fn wait(&self) {
-        let nearest = self.deadlines.first().map(|&(deadline, _)| deadline);
-        let timeout = match nearest.into_iter().chain(self.removed.next_look()).min() {
+        let first = |set: &BTreeSet<(Instant, Key)>| set.first().map(|&(when, _)| when);
+        let nearest = [first(&self.deadlines), first(&self.probes), self.removed.next_look()];
+        let timeout = match nearest.into_iter().flatten().min() {
             None => PollTimeout::NONE,
             Some(deadline) => {
                 // Rounded up, so that the deadline has passed when poll returns.
@@ -167,14 +172,33 @@ impl Driver {
         }
     }
 
+    /// Probes every connection whose time has come.
+    fn probe(&mut self, now: Instant) {
+        while let Some(&(due, key)) = self.probes.first() {
+            if due > now {
+                return;
+            }
+            self.probes.remove(&(due, key));
+            let Some(Slot::Connection(slot)) = self.slots.get_mut(&key) else { continue };
+            match slot.probe(key) {
+                Probed::Again(interval) => {
+                    self.probes.insert((now + interval, key));
+                }
+                Probed::Broken => self.feed(key, Input::Broken, None),
+                Probed::Over => {}
+            }
+        }
+    }
+
     fn command(&mut self, command: Command) {
         match command {
             Command::Connect { plan, notices } => self.start_connect(plan, notices),
             Command::Listen { plan, notices, queue, end } => self.start_listen(plan, notices, queue, end),
-            Command::Built { key, control, parameters, deadline } => {
+            Command::Built { key, control, parameters, keepalive, deadline } => {
                 if let Some(Slot::Connection(slot)) = self.slots.get_mut(&key) {
                     slot.control = Some(control);
                     slot.parameters = parameters;
+                    slot.keepalive = keepalive;
                     slot.deadline = deadline;
                 }
                 self.feed(key, Input::Built, None);
@@ -318,6 +342,9 @@ impl Driver {
             (None, _) => {}
             (Some(Slot::Connection(slot)), notice) => {
                 let heard = slot.tell(key, notice, details, &self.counters);
+                if let (proto::Notice::Established, Some(keepalive)) = (notice, slot.keepalive) {
+                    self.probes.insert((Instant::now() + keepalive.interval, key));
+                }
                 if !heard && slot.is_lent() {
                     // The user thread no longer waits, and the loan that it was offered is dropped.
                     self.feed(key, Input::BuildFailed, None);

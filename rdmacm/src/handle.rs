@@ -15,7 +15,7 @@ use crate::context::ContextAddress;
 use crate::error::{Error, Result};
 use crate::events::Subscriber;
 use crate::id::{Key, Loan, Parameters};
-use crate::options::ListenPlan;
+use crate::options::{Keepalive, ListenPlan};
 use crate::private_data::PrivateData;
 use crate::sys::CallError;
 
@@ -64,7 +64,7 @@ pub(crate) enum Command {
     /// Make an id, bind it and listen.
     Listen { plan: ListenPlan, notices: Sender<ListenNotice>, queue: Sender<Request>, end: Arc<OnceLock<Error>> },
     /// The loan's end: the queue pair is on the id.
-    Built { key: Key, control: Control, parameters: Parameters, deadline: Instant },
+    Built { key: Key, control: Control, parameters: Parameters, keepalive: Option<Keepalive>, deadline: Instant },
     /// The loan's end: no queue pair.
     BuildFailed { key: Key },
     /// The loan's end: the request is refused, with this private data.
@@ -212,9 +212,15 @@ impl LoanGuard {
     }
 
     /// Gives the id back with its queue pair: `rdma_connect` or `rdma_accept` follow.
-    pub(crate) fn built(mut self, control: Control, parameters: Parameters, deadline: Instant) {
+    pub(crate) fn built(
+        mut self,
+        control: Control,
+        parameters: Parameters,
+        keepalive: Option<Keepalive>,
+        deadline: Instant,
+    ) {
         self.loan = None;
-        self.mailbox.send(Command::Built { key: self.key, control, parameters, deadline });
+        self.mailbox.send(Command::Built { key: self.key, control, parameters, keepalive, deadline });
     }
 
     /// Gives a request's id back with a refusal.

@@ -10,6 +10,16 @@ use crate::error::{Error, Result};
 use crate::id::Parameters;
 use crate::private_data::Carrier;
 
+/// More would keep the event-channel thread busy with one connection.
+const MIN_KEEPALIVE: Duration = Duration::from_millis(10);
+
+/// How an idle connection is watched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Keepalive {
+    pub(crate) interval: Duration,
+    pub(crate) misses: u32,
+}
+
 /// Choices that both ends of a connection have.
 ///
 /// ```
@@ -31,6 +41,7 @@ pub struct ConnectionOptions {
     pub(crate) initiator_depth: u8,
     pub(crate) drain_timeout: Duration,
     pub(crate) disconnect_timeout: Duration,
+    pub(crate) keepalive: Option<Keepalive>,
 }
 
 impl Default for ConnectionOptions {
@@ -50,6 +61,7 @@ impl Default for ConnectionOptions {
             initiator_depth: 16,
             drain_timeout: Duration::from_secs(1),
             disconnect_timeout: Duration::from_secs(2),
+            keepalive: None,
         }
     }
 }
@@ -132,12 +144,26 @@ impl ConnectionOptions {
         self
     }
 
-    /// Refuses what verbs has no encoding for.
+    /// Finds out whether the peer still answers while nothing else is sent (default: no keepalive): every `interval` the
+    /// event-channel thread posts an empty RDMA write, which the peer's *device* answers, whatever its program does. When
+    /// `misses` intervals pass without an answer, the connection ends with
+    /// [`CloseReason::Unresponsive`](crate::CloseReason::Unresponsive). A peer that is connected and idle is otherwise only
+    /// missed when its disconnect arrives, and nobody repeats that if it is lost.
+    #[must_use]
+    pub fn keepalive(mut self, interval: Duration, misses: u32) -> Self {
+        self.keepalive = Some(Keepalive { interval, misses });
+        self
+    }
+
+    /// Refuses what verbs has no encoding for, and what makes no sense.
     pub(crate) fn check(&self) -> Result<()> {
         if self.retry_count > 6 {
             return Err(Error::Misuse(
                 "retry_count is 0 to 6: 7 would mean for ever on Soft-RoCE, and a dead peer would never be noticed",
             ));
+        }
+        if self.keepalive.is_some_and(|keepalive| keepalive.interval < MIN_KEEPALIVE || keepalive.misses == 0) {
+            return Err(Error::Misuse("a keepalive needs an interval of at least 10 ms and at least one miss"));
         }
         if self.rnr_retry > 7 {
             return Err(Error::Misuse("rnr_retry is 0 to 6, or 7 for ever"));

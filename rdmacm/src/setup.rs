@@ -58,7 +58,7 @@ impl Lent {
             let mailbox = Arc::clone(&mailbox);
             Box::new(move || mailbox.send(Command::Broken { key }))
         });
-        self.guard.built(control.clone(), parameters, limit.deadline);
+        self.guard.built(control.clone(), parameters, options.keepalive, limit.deadline);
         match handle::wait_for_setup(&self.notices, limit.deadline, cancel, key, &mailbox)? {
             Some(Notice::Established { private_data }) => {
                 if let Err(error) = control.queue_pair().set_rnr_timer(options.rnr_timer) {

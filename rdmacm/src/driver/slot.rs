@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
 use nix::errno::Errno;
-use verbs::{CloseReason, Control};
+use verbs::{CloseReason, Control, Probe};
 
 use crate::channel::ConnectionDepths;
 use crate::context::ContextAddress;
@@ -16,7 +16,7 @@ use crate::error::{Error, FailureContext};
 use crate::events::{ConnectionEvent, Subscriber};
 use crate::handle::{Claim, ConnectPlan, ListenNotice, Notice, Request};
 use crate::id::{Id, Key, Parameters};
-use crate::options::ListenPlan;
+use crate::options::{Keepalive, ListenPlan};
 use crate::private_data::PrivateData;
 use crate::proto::connection::{self, Connection};
 use crate::proto::listener::Listener;
@@ -58,6 +58,9 @@ pub(super) struct ConnectionSlot {
     /// The end of the step that [`Output::Arm`] starts next.
     pub(super) deadline: Instant,
     subscribers: Vec<Subscriber>,
+    pub(super) keepalive: Option<Keepalive>,
+    /// Probes in a row that were not answered when the next was due.
+    missed: u32,
     /// The entry of this id in `deadlines`.
     pub(super) armed: Option<Instant>,
     pub(super) parameters: Parameters,
@@ -81,6 +84,16 @@ pub(super) struct ListenerSlot {
     pub(super) farewell: Option<ListenNotice>,
 }
 
+/// What a probe says about the next one.
+pub(super) enum Probed {
+    /// It is due after this time.
+    Again(Duration),
+    /// The endpoint is broken, and has recorded why.
+    Broken,
+    /// The connection is not watched any more.
+    Over,
+}
+
 /// What an event brought with it, for the outputs that it causes.
 pub(super) struct Details {
     pub(super) errno: Errno,
@@ -99,6 +112,8 @@ impl ConnectionSlot {
             notices,
             farewell: None,
             subscribers: Vec::new(),
+            keepalive: None,
+            missed: 0,
             peer: plan.destination,
             started: plan.started,
             deadline: plan.deadline,
@@ -118,6 +133,8 @@ impl ConnectionSlot {
             notices,
             farewell: None,
             subscribers: Vec::new(),
+            keepalive: None,
+            missed: 0,
             peer,
             started,
             deadline: started + ttl,
@@ -138,6 +155,26 @@ impl ConnectionSlot {
             let _ = notices.send(farewell);
         }
         let _ = notices.send(Notice::Released);
+    }
+
+    /// Asks the peer's device for a sign of life, and looks at the answer to the last question.
+    pub(super) fn probe(&mut self, key: Key) -> Probed {
+        let (Some(keepalive), Some(control)) = (self.keepalive, &self.control) else { return Probed::Over };
+        if self.machine.state() != connection::State::Established {
+            return Probed::Over;
+        }
+        match control.probe() {
+            Probe::Sent => self.missed = 0,
+            Probe::Unanswered => self.missed += 1,
+            // The cause is recorded; nobody who uses the connection has found it yet.
+            Probe::Broken => return Probed::Broken,
+        }
+        if self.missed >= keepalive.misses {
+            log::debug!("id={} {} missed {} probes", key.0, self.peer, self.missed);
+            control.close(CloseReason::Unresponsive);
+            return Probed::Broken;
+        }
+        Probed::Again(keepalive.interval)
     }
 
     /// Tells `subscriber` from now on what happens to the connection, or at once that it is over.
