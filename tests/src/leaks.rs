@@ -7,13 +7,16 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Kinds of object that `rdma resource show` lists with their owner.
-const KINDS: [&str; 5] = ["qp", "cq", "mr", "pd", "cm_id"];
+/// The kinds of object that `rdma resource show` counts.
+const KINDS: [&str; 7] = ["cm_id", "qp", "cq", "srq", "mr", "pd", "ctx"];
 
 /// How long what was given back may still be counted: the kernel ends a connection's id and queue pair in the background.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// The RDMA objects and file descriptors of this process.
+/// The file descriptors of this process, and the RDMA objects of the whole host.
+///
+/// The kernel knows the objects of a thread, not those of a process, and forgets whose they were when the thread ends. So
+/// everything is counted, and no other program may use RDMA meanwhile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holdings {
     files: usize,
@@ -29,13 +32,13 @@ impl Holdings {
     #[must_use]
     pub fn now() -> Self {
         let files = fs::read_dir("/proc/self/fd").expect("/proc is mounted").count();
-        let process = format!(" pid {} ", std::process::id());
-        let count = |kind| {
-            let output = Command::new("rdma").args(["resource", "show", kind]).output().expect("iproute2 is installed");
-            assert!(output.status.success(), "rdma resource show {kind}: {}", String::from_utf8_lossy(&output.stderr));
-            String::from_utf8_lossy(&output.stdout).lines().filter(|line| line.contains(&process)).count()
+        let resources = resources();
+        let count = |kind| -> usize {
+            let key = format!("\"{kind}\":");
+            resources.split(&key).skip(1).map(|rest| leading_number(rest)).sum()
         };
-        Self { files, objects: KINDS.into_iter().map(|kind| (kind, count(kind))).collect() }
+        let objects = KINDS.into_iter().map(|kind| (kind, count(kind))).collect();
+        Self { files, objects }
     }
 
     /// Checks that no more is held than at the time of `self`.
@@ -64,6 +67,18 @@ impl fmt::Display for Holdings {
     }
 }
 
+/// The counts of all devices, as JSON.
+fn resources() -> String {
+    let output = Command::new("rdma").args(["-j", "resource", "show"]).output().expect("iproute2 is installed");
+    assert!(output.status.success(), "rdma resource show: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn leading_number(text: &str) -> usize {
+    let digits = text.find(|next: char| !next.is_ascii_digit()).unwrap_or(text.len());
+    text[..digits].parse().unwrap_or_else(|_| panic!("rdma gives a number, not {text}"))
+}
+
 fn open_files() -> String {
     let mut text = String::new();
     for entry in fs::read_dir("/proc/self/fd").into_iter().flatten().flatten() {
@@ -89,4 +104,19 @@ pub fn memory() -> (usize, usize) {
         line.trim().trim_end_matches(" kB").parse::<usize>().expect("a number of kB") * 1024
     };
     (field("VmRSS:"), field("VmPin:"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_open_is_counted() {
+        let count = || fs::read_dir("/proc/self/fd").expect("/proc is mounted").count();
+        let before = count();
+        let file = fs::File::open("/proc/self/status").expect("/proc is mounted");
+        assert_eq!(count(), before + 1);
+        drop(file);
+        assert!(memory().0 > 0);
+    }
 }

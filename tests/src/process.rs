@@ -49,7 +49,8 @@ impl Kind {
         let mut program = Program::start(format!("{self:?} rping server"), command);
         wait_for(&format!("{program} to listen"), READY, || {
             assert!(!program.has_ended(), "{program} ended before it listened:\n{}", program.finish(READY));
-            is_listening(address).then_some(())
+            // The kernel says so a moment before it is true: then the program goes on to wait for clients.
+            (is_listening(address) && program.sleeps()).then_some(())
         });
         program
     }
@@ -93,11 +94,29 @@ pub fn our_program(name: &str) -> PathBuf {
 /// If the program `rdma` (package iproute2) cannot be run.
 #[must_use]
 pub fn is_listening(address: SocketAddr) -> bool {
+    has_id("LISTEN", "src-addr", address.port())
+}
+
+/// Whether a client of this host is connected, or about to be, to the port of this address.
+///
+/// # Panics
+///
+/// If the program `rdma` (package iproute2) cannot be run.
+#[must_use]
+pub fn is_connected(address: SocketAddr) -> bool {
+    has_id("CONNECT", "dst-addr", address.port())
+}
+
+/// Whether the kernel has an id in this state, with this port in the address named so.
+fn has_id(state: &str, address: &str, port: u16) -> bool {
     let output = Command::new("rdma").args(["resource", "show", "cm_id"]).output().expect("iproute2 is installed");
-    let port = format!(":{} ", address.port());
-    String::from_utf8_lossy(&output.stdout)
-        .lines()
-        .any(|line| line.contains(" state LISTEN ") && line.split(" dst-addr ").next().unwrap_or(line).contains(&port))
+    let (state, port) = (format!(" state {state} "), format!(":{port}"));
+    String::from_utf8_lossy(&output.stdout).lines().any(|line| {
+        let mut words = line.split(' ');
+        line.contains(&state)
+            && words.any(|word| word == address)
+            && words.next().is_some_and(|end| end.ends_with(&port))
+    })
 }
 
 /// A running program.
@@ -152,6 +171,15 @@ impl Program {
     /// If the system does not say.
     pub fn has_ended(&mut self) -> bool {
         self.child.try_wait().expect("the child is ours").is_some()
+    }
+
+    /// Whether all its threads wait for something.
+    fn sleeps(&self) -> bool {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.id()));
+        tasks.into_iter().flatten().flatten().all(|task| {
+            let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+            status.contains("State:\tS")
+        })
     }
 
     /// Sends SIGKILL, and waits until the process is gone.
