@@ -292,6 +292,15 @@ pub struct SendHalf {
 }
 
 impl SendHalf {
+    /// The half of the data path.
+    pub(crate) fn raw(&mut self) -> &mut verbs::SendHalf {
+        &mut self.half
+    }
+
+    pub(crate) fn control(&self) -> &Control {
+        &self.link.control
+    }
+
     /// Sends a copy of a message, which may be empty. Returns when it is posted, waits while the send queue is full.
     /// Once it is posted, only the end of the connection can keep it from the peer.
     ///
@@ -408,6 +417,11 @@ pub struct RecvHalf {
 }
 
 impl RecvHalf {
+    /// The half of the data path.
+    pub(crate) fn raw(&mut self) -> &mut verbs::RecvHalf {
+        &mut self.half
+    }
+
     fn explain(&mut self, error: verbs::Error) -> Error {
         self.half.explain(error).into()
     }

@@ -275,6 +275,20 @@ impl Route {
         Ok(())
     }
 
+    /// Replaces the private data of the connector: bytes for a foreign listener, at most 56, sent as they are.
+    ///
+    /// # Errors
+    /// [`Error::PrivateDataTooLong`]; the route stays as it was.
+    pub fn private_data_raw(&mut self, data: &[u8]) -> Result<()> {
+        self.private_data = Carrier::Connect.raw(data)?;
+        Ok(())
+    }
+
+    /// Replaces the options of the connector, now that the device is known.
+    pub(crate) fn set_options(&mut self, options: ConnectionOptions) {
+        self.options = options;
+    }
+
     /// Makes the queue pair and connects, under the deadline that began with [`Connector::resolve`].
     ///
     /// # Errors

@@ -125,5 +125,6 @@ pub use options::{AcceptOptions, ConnectionOptions};
 pub use private_data::{MAX_ACCEPT_DATA, MAX_CONNECT_DATA, MAX_REJECT_DATA, PrivateData};
 pub use request::ConnectRequest;
 pub use retry::RetryPolicy;
+pub use stream::{Incoming, RdmaListener, RdmaStream, StreamOptions};
 pub use verbs;
 pub use verbs::{Access, CloseReason, EndpointOptions, MemoryRegion, RecvBuf, RemoteRegion, SendBuf, Wait};

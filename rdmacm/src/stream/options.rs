@@ -187,6 +187,7 @@ impl Sizes {
             .send_depth(self.send_queue)
             .recv_depth(self.credits.into())
             .max_inline(self.inline)
+            .message_size(1)
             .notifications(true);
         // The protocol reads nothing; rsocket asks for none and refuses none. The stream itself waits for what it sent.
         ConnectionOptions::new()

@@ -184,12 +184,7 @@ impl Watcher<'_> {
     }
 
     /// Sleeps until there is an event, the connection is over, somebody kicks, or the deadline.
-    fn sleep(
-        &self,
-        queues: [&CompletionQueue; 2],
-        control: &Control,
-        deadline: Option<Instant>,
-    ) -> io::Result<()> {
+    fn sleep(&self, queues: [&CompletionQueue; 2], control: &Control, deadline: Option<Instant>) -> io::Result<()> {
         let mut fds = [
             PollFd::new(event_fd(queues[0])?, PollFlags::POLLIN),
             PollFd::new(event_fd(queues[1])?, PollFlags::POLLIN),

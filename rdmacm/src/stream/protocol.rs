@@ -34,7 +34,7 @@ mod tests;
 use thiserror::Error;
 
 pub(crate) use hello::{HELLO_LEN, Hello, Opening};
-pub(crate) use incoming::{Credit, Event, Incoming};
+pub(crate) use incoming::{Event, Incoming};
 pub(crate) use message::Message;
 pub(crate) use receiver::{Receiver, Update};
 pub(crate) use sender::{Segment, Sender};

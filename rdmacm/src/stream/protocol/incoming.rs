@@ -84,12 +84,6 @@ impl Incoming {
         Ok(())
     }
 
-    /// Whether there are credits for the sender.
-    #[inline]
-    pub(crate) fn has_credits(&self) -> bool {
-        self.credits[0].is_some()
-    }
-
     /// The credits that came since the last call, in order.
     pub(crate) fn take_credits(&mut self) -> impl Iterator<Item = Credit> + use<> {
         std::mem::take(&mut self.credits).into_iter().flatten()

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{ENTRIES, Message, Opening, Sge, Violation};
+use super::{Message, Opening, Sge, Violation};
 
 /// The ring that the peer writes into, and the credits that it was given.
 ///
@@ -150,6 +150,5 @@ impl Receiver {
         assert!(self.read <= self.arrived && self.arrived <= self.published, "{self:?}");
         assert!(self.published <= self.read + ring, "a half is published when it was read: {self:?}");
         assert!(self.published.is_multiple_of(self.half), "{self:?}");
-        assert_eq!(ENTRIES, 2, "a ring of two halves");
     }
 }

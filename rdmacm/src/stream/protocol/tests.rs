@@ -27,7 +27,6 @@ struct End {
     incoming: Incoming,
     memory: Vec<u8>,
     out: VecDeque<Packet>,
-    ends: Ends,
     sent: u64,
     read: u64,
 }
@@ -54,7 +53,6 @@ impl End {
             incoming: Incoming::new(&opening),
             memory: vec![0; RING + 2 * ours.buffer.len as usize],
             out: VecDeque::new(),
-            ends: Ends::default(),
             sent: 0,
             read: 0,
         }
