@@ -194,9 +194,9 @@ fn a_full_queue_refuses_at_once_and_the_dead_are_not_handed_out() -> Result<(), 
     let manager = Manager::new()?;
     let listener = ListenerBuilder::new().manager(&manager).backlog(16).bind(lab.server(Family::V4))?;
     let address = listener.local_addr();
+    let token = CancelToken::new();
+    let connector = Connector::new().cancel(&token).deadline(Duration::from_secs(20));
     thread::scope(|scope| {
-        let token = CancelToken::new();
-        let connector = Connector::new().cancel(&token).deadline(Duration::from_secs(20));
         let waiting: Vec<_> = (0..16)
             .map(|_| {
                 let connector = &connector;
