@@ -5,11 +5,12 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use verbs::{Access, MemoryRegion, ProtectionDomain};
 
 use crate::channel::ConnectionDepths;
 use crate::connection::Connection;
-use crate::error::{Result, TimedOutStep};
+use crate::error::{Error, Result, TimedOutStep};
 use crate::handle::{LoanGuard, Mailbox, Request};
 use crate::manager::{Device, Manager};
 use crate::options::AcceptOptions;
@@ -102,8 +103,8 @@ impl ConnectRequest {
     /// Makes the queue pair, posts its receives, accepts, and waits for the client's acknowledgement (at most 5 s).
     ///
     /// # Errors
-    /// The client is refused if this side is at fault: a limit of the device or the process ([`Error::Verbs`](crate::Error::Verbs),
-    /// [`Error::Os`](crate::Error::Os)), [`Error::PrivateDataTooLong`](crate::Error::PrivateDataTooLong), [`Error::Misuse`](crate::Error::Misuse). [`Error::Aborted`](crate::Error::Aborted) or [`Error::TimedOut`](crate::Error::TimedOut) if the
+    /// The client is refused if this side is at fault: a limit of the device or the process ([`Error::Verbs`],
+    /// [`Error::Os`]), [`Error::PrivateDataTooLong`], [`Error::Misuse`]. [`Error::Aborted`] or [`Error::TimedOut`] if the
     /// client gave up.
     pub fn accept_with(mut self, options: &AcceptOptions) -> Result<Connection> {
         options.connection.check()?;
@@ -115,13 +116,20 @@ impl ConnectRequest {
         let started = Instant::now();
         let limit = Limit { started, deadline: started + ACCEPT_DEADLINE, step: TimedOutStep::Accept };
         // The client's private data came with its request; its acknowledgement carries none.
-        self.lent.establish(parameters, Some(self.private_data), &options.connection, limit, None)
+        let peer = self.lent.peer;
+        let outcome = self.lent.establish(parameters, Some(self.private_data), &options.connection, limit, None);
+        outcome.map_err(|error| match error {
+            // What the endpoint was asked for is within the device's limits; what the kernel no longer has is the request,
+            // which the client took back.
+            Error::Os { call: "rdma_create_qp", errno: Errno::EINVAL, .. } => Error::Aborted { peer },
+            error => error,
+        })
     }
 
     /// Refuses the client, whose error carries `data`: at most [`MAX_REJECT_DATA`](crate::MAX_REJECT_DATA) bytes.
     ///
     /// # Errors
-    /// [`Error::PrivateDataTooLong`](crate::Error::PrivateDataTooLong); the client is then refused without data.
+    /// [`Error::PrivateDataTooLong`]; the client is then refused without data.
     pub fn reject(self, data: &[u8]) -> Result<()> {
         let data = if data.is_empty() { Vec::new() } else { Carrier::Reject.frame(data)? };
         self.lent.guard.refuse(data);

