@@ -79,6 +79,7 @@
 //! | `wait` | spinning, sleeping, deadlines |
 //! | `endpoint` | the data path: `builder`, `options`, `shared` (the core), `send`, `recv` |
 
+mod async_event;
 mod cq;
 mod device;
 mod endpoint;
@@ -95,6 +96,7 @@ mod remote;
 pub mod sys;
 mod wait;
 
+pub use async_event::{AsyncEvent, AsyncEventKind, AsyncEvents, AsyncSubject};
 pub use cq::{Completion, CompletionChannel, CompletionQueue, Completions};
 pub use device::{
     AtomicCap, Context, Device, DeviceAttributes, GidEntry, GidType, LinkLayer, PortAttributes, PortState, Transport,

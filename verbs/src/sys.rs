@@ -17,6 +17,7 @@ mod layout;
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::{MaybeUninit, offset_of};
+use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
 
 use nix::errno::Errno;
@@ -286,6 +287,57 @@ pub unsafe fn query_qp(qp: NonNull<ibv_qp>, mask: ibv_qp_attr_mask) -> Result<(i
     // SAFETY: the caller's queue pair is alive; both structures are writable.
     cvt_errno(unsafe { rdma_sys::ibv_query_qp(qp.as_ptr(), &raw mut attr, mask.0 as c_int, &raw mut init) })?;
     Ok((attr, init))
+}
+
+/// `struct ibv_async_event` with the event as the number that it is in C: newer libraries have more than the bindings know.
+#[repr(C)]
+struct RawAsyncEvent {
+    /// A pointer to the object, or in its first four bytes a port number.
+    element: *mut c_void,
+    event_type: c_uint,
+}
+
+const _: () = assert!(size_of::<RawAsyncEvent>() == size_of::<rdma_sys::ibv_async_event>());
+
+/// What an asynchronous event names; which field means something depends on the event.
+#[derive(Clone, Copy, Debug)]
+pub struct AsyncElement {
+    /// The address of the object.
+    pub address: usize,
+    /// The number of the port.
+    pub port: u32,
+    /// The number of the queue pair, for the events that are known to name one.
+    pub qp_num: Option<u32>,
+}
+
+/// The descriptor that becomes readable with asynchronous events.
+///
+/// # Safety
+/// `context` is open.
+pub unsafe fn async_fd(context: NonNull<ibv_context>) -> RawFd {
+    // SAFETY: open, as the caller says; the field is constant.
+    unsafe { (*context.as_ptr()).async_fd }
+}
+
+/// `ibv_get_async_event` and `ibv_ack_async_event`: number and element of the next event.
+///
+/// # Safety
+/// `context` is open.
+pub unsafe fn next_async_event(context: NonNull<ibv_context>) -> Result<(u32, AsyncElement)> {
+    let mut raw = RawAsyncEvent { element: std::ptr::null_mut(), event_type: 0 };
+    let place: *mut rdma_sys::ibv_async_event = (&raw mut raw).cast();
+    // SAFETY: open, as the caller says; the place has the size and layout of the C struct.
+    cvt_minus_one(unsafe { rdma_sys::ibv_get_async_event(context.as_ptr(), place) })?;
+    // IBV_EVENT_QP_FATAL to PATH_MIG_ERR, and QP_LAST_WQE_REACHED.
+    let names_qp = matches!(raw.event_type, 1..=7 | 16);
+    // SAFETY: these events name a queue pair of this process, whose destruction waits for the acknowledgement below.
+    let qp_num = names_qp.then(|| unsafe { (*raw.element.cast::<ibv_qp>()).qp_num });
+    let address = raw.element.addr();
+    #[expect(clippy::cast_possible_truncation, reason = "the union's int lies in the first four bytes")]
+    let port = if cfg!(target_endian = "little") { address as u32 } else { (address >> 32) as u32 };
+    // SAFETY: fetched above, acknowledged once.
+    unsafe { rdma_sys::ibv_ack_async_event(place) };
+    Ok((raw.event_type, AsyncElement { address, port, qp_num }))
 }
 
 pub fn zeroed_qp_attr() -> ibv_qp_attr {
