@@ -35,7 +35,7 @@ impl Holdings {
         let resources = resources();
         let count = |kind| -> usize {
             let key = format!("\"{kind}\":");
-            resources.split(&key).skip(1).map(|rest| leading_number(rest)).sum()
+            resources.split(&key).skip(1).map(leading_number).sum()
         };
         let objects = KINDS.into_iter().map(|kind| (kind, count(kind))).collect();
         Self { files, objects }
@@ -61,13 +61,30 @@ impl Holdings {
     /// If more is held, even after a grace period for what the kernel ends in the background.
     #[track_caller]
     pub fn expect_unchanged(&self) {
+        if let Err(left) = self.unchanged_within(GRACE) {
+            panic!("{left}");
+        }
+    }
+
+    /// Waits until no more is held than at the time of `self`, for at most `grace`.
+    ///
+    /// # Errors
+    ///
+    /// What was held before and is held now, in words.
+    ///
+    /// # Panics
+    ///
+    /// If the kernel cannot be asked.
+    pub fn unchanged_within(&self, grace: Duration) -> Result<(), String> {
         let start = Instant::now();
         loop {
             let now = Self::now();
             if now.files <= self.files && self.objects.iter().all(|(kind, count)| now.objects[kind] <= *count) {
-                return;
+                return Ok(());
             }
-            assert!(start.elapsed() < GRACE, "left behind: before {self}, now {now}\n{}", open_files());
+            if start.elapsed() >= grace {
+                return Err(format!("left behind: before {self}, now {now}\n{}", open_files()));
+            }
             thread::sleep(Duration::from_millis(50));
         }
     }

@@ -163,7 +163,7 @@ fn private_data_one_byte_too_long() -> Result<()> {
     // A route survives the refusal.
     let mut route = Connector::new().resolve(address)?;
     check(&route.private_data(&long(MAX_CONNECT_DATA)).expect_err("too long"), MAX_CONNECT_DATA);
-    route.private_data(&vec![1; MAX_CONNECT_DATA])?;
+    route.private_data(&[1; MAX_CONNECT_DATA])?;
     thread::scope(|scope| {
         let client = scope.spawn(|| route.connect());
         listener.accept()?;

@@ -45,7 +45,7 @@ fn a_thousand_connections_leave_nothing_behind() -> Result<()> {
             let mut connection = Connection::connect(address)?;
             ping(&mut connection, format!("ping {number}").as_bytes())?;
             // Both ways of closing.
-            if number % 2 == 0 { connection.disconnect() } else { Ok(()) }
+            if number.is_multiple_of(2) { connection.disconnect() } else { Ok(()) }
         };
         // The first ones open the devices and fill the allocator's pools.
         for number in 0..100 {

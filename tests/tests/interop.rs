@@ -161,22 +161,29 @@ fn exit_statuses_are_those_of_the_c_program() {
 }
 
 #[test]
-fn the_other_end_is_killed_and_rping_ends_without_an_error() {
+fn rping_ends_soon_after_the_other_end_was_killed() {
     let Some(lab) = lab(60) else { return };
-    let soon = Duration::from_secs(2);
+    // The kernel takes a killed process's memory and connections apart in no certain order: what comes first is either the
+    // end of the connection, or the failure of an operation on memory that is gone.
+    let ends = |mut program: rdmacm_tests::Program| {
+        let finished = program.finish(Duration::from_secs(2));
+        assert!(matches!(finished.status.code(), Some(0 | 255)), "{finished}");
+    };
     for kind in Kind::ALL {
         let address = lab.server(Family::V4);
+        let connected = || wait_for("the two to be connected", PATIENCE, || is_connected(address).then_some(()));
         let mut server = kind.server(address, [""; 0]);
-        let mut client = Kind::Ours.client(address, [""; 0]);
-        wait_for("the two to be connected", PATIENCE, || is_connected(address).then_some(()));
+        let client = Kind::Ours.client(address, [""; 0]);
+        connected();
         server.kill();
-        client.finish(soon).expect_success();
+        ends(client);
 
         let address = lab.server(Family::V4);
-        let mut server = Kind::Ours.server(address, [""; 0]);
+        let connected = || wait_for("the two to be connected", PATIENCE, || is_connected(address).then_some(()));
+        let server = Kind::Ours.server(address, [""; 0]);
         let mut client = kind.client(address, [""; 0]);
-        wait_for("the two to be connected", PATIENCE, || is_connected(address).then_some(()));
+        connected();
         client.kill();
-        server.finish(soon).expect_success();
+        ends(server);
     }
 }
