@@ -17,9 +17,10 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, Sender, TrySendError};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use verbs::CloseReason;
+use verbs::{AsyncEvent, AsyncEvents, CloseReason};
 
 use crate::channel::{ConnectionDepths, Events, Received};
+use crate::context::ContextAddress;
 use crate::counters::{CounterCells, count};
 use crate::error::Error;
 use crate::handle::{Claim, Command, ConnectPlan, ListenNotice, Mailbox, Notice, Request};
@@ -44,6 +45,8 @@ pub(crate) struct Driver {
     mailbox: Arc<Mailbox>,
     counters: Arc<CounterCells>,
     domains: Arc<Domains>,
+    /// The devices in use.
+    devices: HashMap<ContextAddress, AsyncEvents>,
     /// Devices that were removed and that librdmacm may still hold, with the time of the next look.
     removed: Removed,
 }
@@ -65,6 +68,7 @@ impl Driver {
             mailbox,
             counters,
             domains,
+            devices: HashMap::new(),
             removed: Removed::default(),
         }
     }
@@ -86,6 +90,7 @@ impl Driver {
                 }
             }
             self.drain_events();
+            self.drain_async_events();
             let now = Instant::now();
             self.expire(now);
             self.probe(now);
@@ -106,10 +111,12 @@ impl Driver {
                 PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
             }
         };
-        let mut fds = [
-            PollFd::new(self.events.channel().as_fd(), PollFlags::POLLIN),
-            PollFd::new(self.mailbox.wake_fd(), PollFlags::POLLIN),
-        ];
+        let devices = self.devices.values().map(AsFd::as_fd);
+        let mut fds: Vec<_> = [self.events.channel().as_fd(), self.mailbox.wake_fd()]
+            .into_iter()
+            .chain(devices)
+            .map(|fd| PollFd::new(fd, PollFlags::POLLIN))
+            .collect();
         match poll(&mut fds, timeout) {
             Ok(_) | Err(Errno::EINTR) => {}
             // Only ENOMEM is left; the loop goes on, at a pace that leaves the machine some air.
@@ -134,6 +141,39 @@ impl Driver {
         }
     }
 
+    fn drain_async_events(&mut self) {
+        self.devices.retain(|&device, events| {
+            loop {
+                match events.try_next() {
+                    Ok(Some(event)) => Mailbox::broadcast(device, event),
+                    Ok(None) => return true,
+                    Err(error) => {
+                        // The device is gone; its ids hear of that by themselves.
+                        log::debug!("{error}");
+                        return false;
+                    }
+                }
+            }
+        });
+    }
+
+    /// Tells everybody whom a device's event may concern.
+    fn async_event(&mut self, device: ContextAddress, event: AsyncEvent) {
+        log::debug!("{:?} on {:?}", event.kind, event.subject);
+        let mut concerned = Vec::new();
+        for (&key, slot) in &mut self.slots {
+            if slot.context() == device
+                && let Slot::Connection(slot) = slot
+                && let Some(input) = slot.on_async(event)
+            {
+                concerned.push((key, input));
+            }
+        }
+        for (key, input) in concerned {
+            self.feed(key, input, None);
+        }
+    }
+
     fn event(&mut self, received: Received) {
         let Received { key, event, status, errno, child, depths, private_data } = received;
         log::trace!("id={} event {event:?} status {status}", key.0);
@@ -150,6 +190,7 @@ impl Driver {
         let Some(slot) = self.slots.get(&key) else { return };
         let context = slot.context();
         self.domains.forget(context);
+        self.devices.remove(&context);
         self.removed.add(context, Instant::now());
         let concerned: Vec<Key> =
             self.slots.iter().filter(|(_, slot)| slot.context() == context).map(|(&key, _)| key).collect();
@@ -225,6 +266,10 @@ impl Driver {
             Command::Broken { key } => self.feed(key, Input::Broken, None),
             Command::Cancel { key } => self.feed(key, Input::Cancel, None),
             Command::Release { key } => self.feed(key, Input::Release, None),
+            Command::Watch(events) => {
+                self.devices.insert(ContextAddress::of(events.context().as_raw()), events);
+            }
+            Command::Async { device, event } => self.async_event(device, event),
             Command::Stop => unreachable!("`run` takes it"),
         }
     }

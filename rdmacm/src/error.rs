@@ -439,6 +439,7 @@ impl proto::Call {
             Self::Connect => "rdma_connect",
             Self::Accept => "rdma_accept",
             Self::Reject => "rdma_reject",
+            Self::Notify => "rdma_notify",
             Self::Disconnect => "rdma_disconnect",
             Self::Destroy => "rdma_destroy_id",
         }

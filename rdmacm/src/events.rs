@@ -19,6 +19,10 @@ pub enum ConnectionEvent {
     PathChanged,
     /// Bonding moved the local address to another port.
     AddressChanged,
+    /// A port of the device went down. Operations wait for it until their retries are exhausted.
+    PortDown,
+    /// A port of the device came up.
+    PortUp,
     /// The connection is over, for this first cause. No event follows.
     Closed(Error),
 }

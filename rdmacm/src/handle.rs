@@ -2,12 +2,12 @@
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, select};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use verbs::Control;
+use verbs::{AsyncEvent, AsyncEvents, Control};
 
 use crate::cancel::CancelToken;
 use crate::channel::ConnectionDepths;
@@ -22,6 +22,14 @@ use crate::sys::CallError;
 /// How much longer than its deadline a user waits for the event-channel thread to keep that deadline.
 const GRACE: Duration = Duration::from_secs(1);
 
+/// The mailboxes of all managers of the process.
+static MAILBOXES: Mutex<Vec<Weak<Mailbox>>> = Mutex::new(Vec::new());
+
+/// The list stays whole whatever a panicking thread did.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Where user threads leave commands for the event-channel thread.
 #[derive(Debug)]
 pub(crate) struct Mailbox {
@@ -34,7 +42,21 @@ impl Mailbox {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|errno| CallError { call: "eventfd", errno })?;
         let (commands, receiver) = crossbeam_channel::unbounded();
-        Ok((Arc::new(Self { commands, wake }), receiver))
+        let mailbox = Arc::new(Self { commands, wake });
+        let mut all = lock(&MAILBOXES);
+        all.retain(|known| known.strong_count() != 0);
+        all.push(Arc::downgrade(&mailbox));
+        drop(all);
+        Ok((mailbox, receiver))
+    }
+
+    /// Passes an event of a device on to every manager: librdmacm has one context of each device for all of them, and
+    /// each event of it is read once.
+    pub(crate) fn broadcast(device: ContextAddress, event: AsyncEvent) {
+        let all: Vec<_> = lock(&MAILBOXES).iter().filter_map(Weak::upgrade).collect();
+        for mailbox in all {
+            mailbox.send(Command::Async { device, event });
+        }
     }
 
     /// Leaves a command; it is lost, with whatever it carries, if the thread has ended.
@@ -79,6 +101,10 @@ pub(crate) enum Command {
     Cancel { key: Key },
     /// The handle was let go.
     Release { key: Key },
+    /// Read the asynchronous events of this device.
+    Watch(AsyncEvents),
+    /// A device that several managers may use reported something.
+    Async { device: ContextAddress, event: AsyncEvent },
     /// End the thread.
     Stop,
 }
@@ -149,7 +175,7 @@ impl Claim {
 
     /// The loan, for the first caller only.
     pub(crate) fn take(&self) -> Option<Loan> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.0).take()
     }
 }
 

@@ -158,6 +158,11 @@ impl Id {
         unsafe { sys::reject(self.raw(), private_data) }
     }
 
+    pub(crate) fn notify_established(&self) -> Result<(), CallError> {
+        // SAFETY: the id is live.
+        unsafe { sys::notify_established(self.raw()) }
+    }
+
     pub(crate) fn disconnect(&self) -> Result<(), CallError> {
         // SAFETY: the id is live. So is its queue pair: the driver's slot holds the endpoint's `Control` until after the
         // id is destroyed.

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 
-use verbs::{Access, Context, MemoryRegion, ProtectionDomain};
+use verbs::{Access, AsyncEvents, Context, MemoryRegion, ProtectionDomain};
 
 use crate::channel::EventChannel;
 use crate::context::{ContextAddress, DeviceReference};
@@ -104,7 +104,10 @@ impl Manager {
         if let Some(device) = self.known(address) {
             return Ok(device);
         }
-        let made = ProtectionDomain::new(&reference.into_context())?;
+        let context = reference.into_context();
+        let made = ProtectionDomain::new(&context)?;
+        // Two threads that come here at once have the device watched twice, which does no harm.
+        self.mailbox().send(Command::Watch(AsyncEvents::new(&context)?));
         Ok(Device { pd: self.inner.domains.first(address, made), _manager: self.clone() })
     }
 

@@ -235,6 +235,15 @@ pub(crate) unsafe fn reject(id: *mut rdma_cm_id, data: &[u8]) -> CallResult<()> 
     cvt("rdma_reject", unsafe { rdma_sys::rdma_reject(id, data.as_ptr().cast(), length) })
 }
 
+/// `rdma_notify` with `IBV_EVENT_COMM_EST`, the only event it takes.
+///
+/// # Safety
+/// `id` is live.
+pub(crate) unsafe fn notify_established(id: *mut rdma_cm_id) -> CallResult<()> {
+    // SAFETY: the caller's promise.
+    cvt("rdma_notify", unsafe { rdma_sys::rdma_notify(id, rdma_sys::ibv_event_type::IBV_EVENT_COMM_EST) })
+}
+
 /// `rdma_disconnect`.
 ///
 /// # Safety

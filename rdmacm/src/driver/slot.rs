@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
 use nix::errno::Errno;
-use verbs::{CloseReason, Control, Probe};
+use verbs::{AsyncEvent, AsyncEventKind, AsyncSubject, CloseReason, Control, Probe};
 
 use crate::channel::ConnectionDepths;
 use crate::context::ContextAddress;
@@ -177,6 +177,35 @@ impl ConnectionSlot {
         Probed::Again(keepalive.interval)
     }
 
+    /// A device event that may concern the connection. Returns what its machine must hear of it.
+    pub(super) fn on_async(&mut self, event: AsyncEvent) -> Option<Input> {
+        match event.kind {
+            AsyncEventKind::PORT_ERR => self.publish(&ConnectionEvent::PortDown),
+            AsyncEventKind::PORT_ACTIVE => self.publish(&ConnectionEvent::PortUp),
+            _ => {}
+        }
+        let control = self.control.as_ref()?;
+        let qp = control.queue_pair();
+        let fatal = match event.subject {
+            AsyncSubject::Device => event.kind == AsyncEventKind::DEVICE_FATAL,
+            AsyncSubject::QueuePair(number) if number == qp.qp_num() => match event.kind {
+                AsyncEventKind::COMM_EST => return Some(Input::CommEstablished),
+                AsyncEventKind::QP_FATAL | AsyncEventKind::QP_REQ_ERR | AsyncEventKind::QP_ACCESS_ERR => true,
+                _ => false,
+            },
+            AsyncSubject::CompletionQueue(address) => {
+                address == qp.send_cq().as_raw().addr() || address == qp.recv_cq().as_raw().addr()
+            }
+            _ => false,
+        };
+        if !fatal {
+            return None;
+        }
+        // A completion that says more may be there already, or come: the first cause stays.
+        control.close(CloseReason::failed(format!("the device reported {:?}", event.kind)));
+        Some(Input::Broken)
+    }
+
     /// Tells `subscriber` from now on what happens to the connection, or at once that it is over.
     pub(super) fn subscribe(&mut self, subscriber: Subscriber) {
         if self.machine.state() == connection::State::Disconnected {
@@ -240,6 +269,7 @@ impl ConnectionSlot {
             (Call::Connect, _) => self.id.connect(&self.parameters),
             (Call::Accept, _) => self.id.accept(&self.parameters),
             (Call::Reject, _) => self.id.reject(&self.parameters.private_data),
+            (Call::Notify, _) => self.id.notify_established(),
             (Call::Disconnect, _) => self.id.disconnect(),
             (other, role) => unreachable!("a connection's machine does not ask for {other:?} as {role:?}"),
         }

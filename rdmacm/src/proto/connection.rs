@@ -130,6 +130,7 @@ fn idle(input: Input) -> Transition {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken
         | Input::Failed(..)
@@ -157,6 +158,7 @@ fn resolving_address(input: Input) -> Transition {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken => ignore(here),
         Input::Event(event, _) => ignore_event(here, event),
@@ -184,6 +186,7 @@ fn resolving_route(input: Input) -> Transition {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken => ignore(here),
         Input::Event(event, _) => ignore_event(here, event),
@@ -204,9 +207,13 @@ fn building(input: Input) -> Transition {
         Input::Deadline => doom(Failure::Deadline(Step::Connect)),
         Input::Cancel => doom(Failure::Cancelled),
         Input::Release => doom(Failure::Released),
-        Input::Listen | Input::Resolve | Input::Taken | Input::Disconnect | Input::Broken | Input::Failed(..) => {
-            ignore(here)
-        }
+        Input::Listen
+        | Input::Resolve
+        | Input::Taken
+        | Input::CommEstablished
+        | Input::Disconnect
+        | Input::Broken
+        | Input::Failed(..) => ignore(here),
         Input::Event(event, _) => ignore_event(here, event),
     }
 }
@@ -239,6 +246,7 @@ fn connecting(input: Input) -> Transition {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken => ignore(here),
         Input::Event(event, _) => ignore_event(here, event),
@@ -268,6 +276,7 @@ fn queued(input: Input) -> Transition {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken
         | Input::Failed(..) => ignore(here),
@@ -310,6 +319,7 @@ fn answering(input: Input) -> Transition {
         Input::Listen
         | Input::Resolve
         | Input::Taken
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken
         | Input::Failed(..)
@@ -325,6 +335,11 @@ fn accepting(input: Input) -> Transition {
         Input::Event(Event::Established, _) => {
             (State::Established, vec![Output::Disarm, Output::Tell(Notice::Established)])
         }
+        // The client's acknowledgement is late or lost, but its first message is here: it does not send before it is
+        // connected. The kernel then reports the connection as established.
+        Input::CommEstablished => (here, vec![Output::Call(Call::Notify)]),
+        // Fails when the acknowledgement has just arrived after all.
+        Input::Failed(Call::Notify, _) => ignore(here),
         // The client gave up between its request and our reply, or could not use the reply.
         Input::Event(
             event @ (Event::Rejected
@@ -359,6 +374,7 @@ fn doomed(failure: Failure, input: Input) -> Transition {
         Input::Listen
         | Input::Resolve
         | Input::Taken
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken
         | Input::Release
@@ -402,6 +418,7 @@ fn established(input: Input) -> Transition {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Cancel
         | Input::Failed(..)
         | Input::Deadline => ignore(here),
@@ -430,6 +447,7 @@ fn disconnecting(input: Input) -> Transition {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken
         | Input::Cancel => ignore(here),
@@ -448,6 +466,7 @@ fn disconnected(input: Input) -> Transition {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken
         | Input::Cancel

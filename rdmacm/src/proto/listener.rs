@@ -58,6 +58,7 @@ fn idle(input: Input) -> (State, Vec<Output>) {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken
         | Input::Failed(..)
@@ -81,6 +82,7 @@ fn listening(input: Input) -> (State, Vec<Output>) {
         | Input::Built
         | Input::BuildFailed
         | Input::Refused
+        | Input::CommEstablished
         | Input::Disconnect
         | Input::Broken
         | Input::Deadline => (State::Listening, Vec::new()),

@@ -77,6 +77,8 @@ pub(crate) enum Call {
     Connect,
     Accept,
     Reject,
+    /// `rdma_notify` with IBV_EVENT_COMM_EST.
+    Notify,
     Disconnect,
     Destroy,
 }
@@ -137,6 +139,8 @@ pub(crate) enum Input {
     BuildFailed,
     /// User: the loan of a request ends with a refusal.
     Refused,
+    /// Data path: a message arrived before the connection manager knew of the connection.
+    CommEstablished,
     /// User: end the connection in order.
     Disconnect,
     /// Data path: a completion failed, the queue pair is in the error state.
