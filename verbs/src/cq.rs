@@ -140,15 +140,22 @@ impl CompletionQueue {
     #[inline]
     #[doc(alias = "ibv_poll_cq")]
     pub fn poll(&self, out: &mut Completions) -> Result<usize> {
+        self.poll_fast(out).ok_or(UNUSABLE)
+    }
+
+    /// [`poll`](Self::poll); `None` is its error, [`UNUSABLE`].
+    #[inline(always)]
+    pub(crate) fn poll_fast(&self, out: &mut Completions) -> Option<usize> {
         // SAFETY: the queue is alive; the buffer has room for `BATCH` completions.
         let n = unsafe { sys::poll_cq(self.inner.raw, BATCH as i32, out.wcs.as_mut_ptr().cast()) };
         out.next = 0;
-        out.len = 0;
-        if n < 0 || n as usize > BATCH {
-            return Err(Error::Provider("ibv_poll_cq failed: the completion queue is unusable"));
+        // Negative numbers are too large, too.
+        if n as usize > BATCH {
+            out.len = 0;
+            return None;
         }
         out.len = n as usize;
-        Ok(out.len)
+        Some(out.len)
     }
 
     /// Asks for an event with the next completion (`ibv_req_notify_cq`). What completed before it gives no event:
@@ -246,6 +253,9 @@ impl fmt::Debug for CompletionQueue {
     }
 }
 
+/// What a failure of [`CompletionQueue::poll_fast`] means.
+pub(crate) const UNUSABLE: Error = Error::Provider("ibv_poll_cq failed: the completion queue is unusable");
+
 /// Completions taken at a time. More is not faster: the cost of a call is spread by then.
 const BATCH: usize = 16;
 
@@ -260,20 +270,38 @@ impl Completions {
     /// How many it holds at most.
     pub const CAPACITY: usize = BATCH;
 
-    /// The number of the next one, if it is a success, which is then taken. `Some(Err(()))` for an error, which is left
-    /// for the iterator.
     #[inline]
-    pub(crate) fn next_success(&mut self) -> Option<Result<u64, ()>> {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.next == self.len
+    }
+
+    /// What `take` makes of the next one; if that is nothing, it is left for the iterator.
+    #[inline(always)]
+    pub(crate) fn next_if<T>(&mut self, take: impl FnOnce(&Completion) -> Option<T>) -> Option<T> {
         if self.next == self.len {
             return None;
         }
-        // SAFETY: the entries below `len` were written by the last poll.
-        let wc = unsafe { self.wcs[self.next].assume_init_ref() };
-        if wc.status != WorkStatus::SUCCESS.0 {
-            return Some(Err(()));
+        // SAFETY: the entries below `len` were written by the last poll; `len` is at most `BATCH`.
+        let wc = unsafe { self.wcs.get_unchecked(self.next).assume_init_ref() };
+        let taken = take(&Completion::from_raw(wc));
+        self.next += usize::from(taken.is_some());
+        taken
+    }
+
+    /// Hands the numbers of the successes to `done`, in order. `false` when it came to an error, which is left, with what
+    /// follows it, for the iterator.
+    #[inline(always)]
+    pub(crate) fn successes(&mut self, mut done: impl FnMut(u64)) -> bool {
+        while self.next < self.len {
+            // SAFETY: the entries below `len` were written by the last poll; `len` is at most `BATCH`.
+            let wc = unsafe { self.wcs.get_unchecked(self.next).assume_init_ref() };
+            if wc.status != WorkStatus::SUCCESS.0 {
+                return false;
+            }
+            self.next += 1;
+            done(wc.wr_id);
         }
-        self.next += 1;
-        Some(Ok(wc.wr_id))
+        true
     }
 
     /// Empty.
@@ -296,8 +324,8 @@ impl Iterator for Completions {
         if self.next == self.len {
             return None;
         }
-        // SAFETY: the entries below `len` were written by the last poll.
-        let wc = unsafe { self.wcs[self.next].assume_init_ref() };
+        // SAFETY: the entries below `len` were written by the last poll; `len` is at most `BATCH`.
+        let wc = unsafe { self.wcs.get_unchecked(self.next).assume_init_ref() };
         self.next += 1;
         Some(Completion::from_raw(wc))
     }

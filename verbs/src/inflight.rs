@@ -145,8 +145,7 @@ impl<R: Default> Table<R> {
         let place = self.place(self.tail);
         self.push(kind, signalled);
         self.marks[place] |= HOLDS;
-        self.resources[place] = resource;
-        self.holding += 1;
+        self.put(place, resource);
     }
 
     /// Adds what an outstanding operation that holds nothing holds until it is over.
@@ -155,7 +154,13 @@ impl<R: Default> Table<R> {
         let place = self.place(seq);
         debug_assert!(self.marks[place] & HOLDS == 0, "holds nothing yet");
         self.marks[place] |= HOLDS;
-        self.resources[place] = resource;
+        self.put(place, resource);
+    }
+
+    #[inline]
+    fn put(&mut self, place: usize, resource: R) {
+        // What was there is the default, which needs no dropping.
+        std::mem::forget(std::mem::replace(&mut self.resources[place], resource));
         self.holding += 1;
     }
 

@@ -292,16 +292,7 @@ impl MemoryRegion {
 
     #[inline]
     pub(crate) fn check_range(&self, range: Range<usize>) -> Result<Range<usize>> {
-        if range.start <= range.end && range.end <= self.len() {
-            Ok(range)
-        } else {
-            Err(Error::misuse(format!(
-                "the range {}..{} does not lie in the memory region of {} bytes",
-                range.start,
-                range.end,
-                self.len()
-            )))
-        }
+        if range.start <= range.end && range.end <= self.len() { Ok(range) } else { Err(outside(range, self.len())) }
     }
 
     #[inline]
@@ -318,6 +309,12 @@ impl MemoryRegion {
         }
         self.at(offset, 8)
     }
+}
+
+#[cold]
+fn outside(range: Range<usize>, len: usize) -> Error {
+    let (start, end) = (range.start, range.end);
+    Error::misuse(format!("the range {start}..{end} does not lie in the memory region of {len} bytes"))
 }
 
 impl fmt::Debug for MemoryRegion {

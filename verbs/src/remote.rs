@@ -61,14 +61,15 @@ impl RemoteRegion {
     fn check(&self, offset: u64, len: u64, ordered: bool) -> Result<u64> {
         let in_region = ordered && offset.checked_add(len).is_some_and(|end| end <= self.len);
         let in_space = self.addr.checked_add(self.len).is_some();
-        if in_region && in_space {
-            Ok(self.addr + offset)
-        } else {
-            Err(Error::misuse(format!(
-                "{len} bytes at offset {offset} do not lie in the remote region of {} bytes at {:#x}",
-                self.len, self.addr
-            )))
-        }
+        if in_region && in_space { Ok(self.addr + offset) } else { Err(self.outside(offset, len)) }
+    }
+
+    #[cold]
+    fn outside(&self, offset: u64, len: u64) -> Error {
+        let (whole, addr) = (self.len, self.addr);
+        Error::misuse(format!(
+            "{len} bytes at offset {offset} do not lie in the remote region of {whole} bytes at {addr:#x}"
+        ))
     }
 
     /// The 24-byte form.

@@ -241,11 +241,14 @@ impl RecvHalf {
     }
 
     /// The next message, which is the caller's from then on.
-    #[inline]
+    #[inline(always)]
     fn next(&mut self, patience: impl FnOnce(&Self) -> Patience) -> Result<Message> {
         if !self.ready.is_empty()
             && let Some(message) = self.ready.pop_front()
         {
+            return Ok(message);
+        }
+        if let Some(message) = look(&self.shared, &mut self.batch) {
             return Ok(message);
         }
         match advance(&self.shared, &mut self.batch)? {
@@ -274,6 +277,15 @@ impl RecvHalf {
         }
         self.shared.cause().unwrap_or(e)
     }
+}
+
+/// The next message, if the next completion is a good one; anything else is left to [`advance`].
+#[inline(always)]
+fn look(shared: &Shared, batch: &mut Completions) -> Option<Message> {
+    if batch.is_empty() {
+        shared.queue_pair().recv_cq().poll_fast(batch)?;
+    }
+    batch.next_if(|completion| if completion.is_success() { accept(shared, completion) } else { None })
 }
 
 /// The next message among the completions there are. Errors break the connection; what arrived before one comes

@@ -77,7 +77,7 @@ impl SendHalf {
     /// * The cause, once the connection is broken or closed.
     #[inline]
     pub fn send(&mut self, data: &[u8]) -> Result<()> {
-        self.send_within(data, None, |half| Patience::from_timeout(half.timeout))
+        self.send_within(data, None, Wish::Default)
     }
 
     /// [`send`](Self::send) with an immediate value, which the peer finds beside the message
@@ -87,7 +87,7 @@ impl SendHalf {
     /// Those of [`send`](Self::send).
     #[inline]
     pub fn send_imm(&mut self, data: &[u8], imm: u32) -> Result<()> {
-        self.send_within(data, Some(imm), |half| Patience::from_timeout(half.timeout))
+        self.send_within(data, Some(imm), Wish::Default)
     }
 
     /// [`send_imm`](Self::send_imm) without waiting.
@@ -95,7 +95,7 @@ impl SendHalf {
     /// # Errors
     /// Those of [`send`](Self::send), and [`Error::WouldBlock`] when the queue is full.
     pub fn try_send_imm(&mut self, data: &[u8], imm: u32) -> Result<()> {
-        self.send_within(data, Some(imm), |_| Patience::NONE)
+        self.send_within(data, Some(imm), Wish::Own(Patience::NONE))
     }
 
     /// [`send`](Self::send) with its own timeout.
@@ -104,7 +104,7 @@ impl SendHalf {
     /// Those of [`send`](Self::send), and [`Error::Misuse`] for a timeout of zero.
     pub fn send_timeout(&mut self, data: &[u8], timeout: Duration) -> Result<()> {
         let patience = Patience::of(timeout)?;
-        self.send_within(data, None, |_| patience)
+        self.send_within(data, None, Wish::Own(patience))
     }
 
     /// [`send`](Self::send) without waiting.
@@ -112,17 +112,17 @@ impl SendHalf {
     /// # Errors
     /// Those of [`send`](Self::send), and [`Error::WouldBlock`] when the queue is full.
     pub fn try_send(&mut self, data: &[u8]) -> Result<()> {
-        self.send_within(data, None, |_| Patience::NONE)
+        self.send_within(data, None, Wish::Own(Patience::NONE))
     }
 
     #[inline]
-    fn send_within(&mut self, data: &[u8], imm: Option<u32>, patience: impl FnOnce(&Self) -> Patience) -> Result<()> {
+    fn send_within(&mut self, data: &[u8], imm: Option<u32>, patience: Wish) -> Result<()> {
         let len = data.len();
         if len > self.state.slots.size() {
             return Err(Error::TooLong { len, limit: self.state.slots.size() });
         }
         if !self.has_room() {
-            self.make_room(&mut patience(self))?;
+            self.make_room_for(patience)?;
         }
         let inline = len <= self.state.inline;
         let from = if inline {
@@ -169,12 +169,15 @@ impl SendHalf {
             if self.shared.is_broken() {
                 return Err(self.shared.reason());
             }
-            // Buffers in flight are signalled, so without a completion to come none is.
-            if !self.state.table.awaits_completion() {
+            if self.state.table.is_empty() {
                 return Err(Error::misuse(format!(
                     "all {} send buffers are held by the program: send or drop one, or raise the option send_buffers",
                     self.state.buffer_count
                 )));
+            }
+            // Buffers share completions like all messages.
+            if !self.state.table.awaits_completion() {
+                self.post_marker(&mut patience)?;
             }
             let before = self.state.table.len();
             self.wait_until(&mut patience, "a free send buffer", |table| table.len() < before)?;
@@ -189,7 +192,7 @@ impl SendHalf {
     /// comes back with the error.
     #[inline]
     pub fn send_buf(&mut self, buf: SendBuf) -> Result<(), (Error, SendBuf)> {
-        self.send_buf_within(buf, |half| Patience::from_timeout(half.timeout))
+        self.send_buf_within(buf, Wish::Default)
     }
 
     /// [`send_buf`](Self::send_buf) without waiting.
@@ -197,15 +200,11 @@ impl SendHalf {
     /// # Errors
     /// Those of [`send_buf`](Self::send_buf), and [`Error::WouldBlock`] when the queue is full.
     pub fn try_send_buf(&mut self, buf: SendBuf) -> Result<(), (Error, SendBuf)> {
-        self.send_buf_within(buf, |_| Patience::NONE)
+        self.send_buf_within(buf, Wish::Own(Patience::NONE))
     }
 
     #[inline]
-    fn send_buf_within(
-        &mut self,
-        buf: SendBuf,
-        patience: impl FnOnce(&Self) -> Patience,
-    ) -> Result<(), (Error, SendBuf)> {
+    fn send_buf_within(&mut self, buf: SendBuf, patience: Wish) -> Result<(), (Error, SendBuf)> {
         let len = buf.len();
         let domain = self.shared.queue_pair().protection_domain();
         if !buf.pd().same_as(domain) {
@@ -217,12 +216,12 @@ impl SendHalf {
             return Err((Error::TooLong { len, limit }, buf));
         }
         if !self.has_room()
-            && let Err(e) = self.make_room(&mut patience(self))
+            && let Err(e) = self.make_room_for(patience)
         {
             return Err((e, buf));
         }
         let inline = len <= self.state.inline;
-        let request = message(buf.addr().as_ptr(), len, buf.lkey(), None, inline, !inline);
+        let request = message(buf.addr().as_ptr(), len, buf.lkey(), None, inline, false);
         let mut buf = Some(buf);
         // SAFETY: inline data is read before the call returns; else the buffer moves into the table, where
         // nobody can reach it.
@@ -276,6 +275,16 @@ impl SendHalf {
         !self.shared.is_broken() && !self.state.table.is_full()
     }
 
+    #[cold]
+    #[inline(never)]
+    fn make_room_for(&mut self, wish: Wish) -> Result<()> {
+        let mut patience = match wish {
+            Wish::Default => Patience::from_timeout(self.timeout),
+            Wish::Own(patience) => patience,
+        };
+        self.make_room(&mut patience)
+    }
+
     #[inline(never)]
     fn make_room(&mut self, patience: &mut Patience) -> Result<()> {
         if self.shared.is_broken() {
@@ -314,8 +323,15 @@ impl SendHalf {
     }
 }
 
+/// How long a call may wait.
+enum Wish {
+    /// As the half is set.
+    Default,
+    Own(Patience),
+}
+
 /// The request to send a message.
-#[inline]
+#[inline(always)]
 fn message(from: *const u8, len: usize, lkey: u32, imm: Option<u32>, inline: bool, signal: bool) -> Request {
     Request {
         kind: Opcode::Send,

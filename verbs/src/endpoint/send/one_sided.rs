@@ -21,6 +21,7 @@ impl SendHalf {
     /// * [`Error::TimedOut`] when a timeout is set: the operation goes on, the local region stays registered
     ///   until it ends, and its end is not told.
     /// * [`Error::Work`] when the peer refuses, and then the cause at every later call.
+    #[inline]
     pub fn write(
         &mut self,
         local: &MemoryRegion,
@@ -28,7 +29,7 @@ impl SendHalf {
         remote: &RemoteRegion,
         remote_offset: u64,
     ) -> Result<()> {
-        self.one_sided(&Transfer::write(self, local, range, remote, remote_offset, None)?)
+        self.one_sided(Transfer::write(self, local, range, remote, remote_offset, None)?)
     }
 
     /// [`write`](Self::write) that tells the peer: it uses up a receive there and gives it `imm` and the length (see
@@ -37,6 +38,7 @@ impl SendHalf {
     ///
     /// # Errors
     /// Those of [`write`](Self::write); also [`Error::Work`] on iWARP, which has no such operation.
+    #[inline]
     pub fn write_imm(
         &mut self,
         local: &MemoryRegion,
@@ -45,7 +47,7 @@ impl SendHalf {
         remote_offset: u64,
         imm: u32,
     ) -> Result<()> {
-        self.one_sided(&Transfer::write(self, local, range, remote, remote_offset, Some(imm))?)
+        self.one_sided(Transfer::write(self, local, range, remote, remote_offset, Some(imm))?)
     }
 
     /// Reads from the peer's memory into a local region (RDMA read), which must have
@@ -56,6 +58,7 @@ impl SendHalf {
     ///   belongs to another protection domain; nothing is sent.
     /// * [`Error::TimedOut`] when a timeout is set: the operation goes on, and bytes may arrive until it ends.
     /// * [`Error::Work`] when the peer refuses, and then the cause at every later call.
+    #[inline]
     pub fn read(
         &mut self,
         local: &MemoryRegion,
@@ -63,7 +66,7 @@ impl SendHalf {
         remote: &RemoteRegion,
         remote_offset: u64,
     ) -> Result<()> {
-        self.one_sided(&Transfer::read(self, local, range, remote, remote_offset)?)
+        self.one_sided(Transfer::read(self, local, range, remote, remote_offset)?)
     }
 
     /// Posts an RDMA write and returns at once, so that many can be in flight; with `imm`, as
@@ -78,6 +81,7 @@ impl SendHalf {
     ///   [`wait_any`](Self::wait_any).
     /// * [`Error::TooLong`] when it would not even fit into an empty queue (`send_depth` messages of the port).
     /// * [`Error::Misuse`] as [`write`](Self::write); the cause, once the connection is broken or closed.
+    #[inline]
     pub fn post_write(
         &mut self,
         local: &MemoryRegion,
@@ -86,7 +90,7 @@ impl SendHalf {
         remote_offset: u64,
         imm: Option<u32>,
     ) -> Result<Ticket> {
-        self.post_transfer(&Transfer::write(self, local, range, remote, remote_offset, imm)?)
+        self.post_transfer(Transfer::write(self, local, range, remote, remote_offset, imm)?)
     }
 
     /// Posts an RDMA read and returns at once, so that many can be in flight. Bytes may arrive in any order until the
@@ -95,6 +99,7 @@ impl SendHalf {
     /// # Errors
     /// * [`Error::WouldBlock`] and [`Error::TooLong`] as [`post_write`](Self::post_write).
     /// * [`Error::Misuse`] as [`read`](Self::read); the cause, once the connection is broken or closed.
+    #[inline]
     pub fn post_read(
         &mut self,
         local: &MemoryRegion,
@@ -102,10 +107,30 @@ impl SendHalf {
         remote: &RemoteRegion,
         remote_offset: u64,
     ) -> Result<Ticket> {
-        self.post_transfer(&Transfer::read(self, local, range, remote, remote_offset)?)
+        self.post_transfer(Transfer::read(self, local, range, remote, remote_offset)?)
     }
 
-    fn one_sided(&mut self, transfer: &Transfer<'_>) -> Result<()> {
+    #[inline(always)]
+    fn one_sided(&mut self, transfer: Transfer<'_>) -> Result<()> {
+        // Almost always it is one message, there is room, and nothing to be done before it can be posted.
+        if transfer.len.wrapping_sub(1) < self.state.max_message && self.has_room() {
+            let request = transfer.request(&self.state, 0, transfer.len, true);
+            // SAFETY: as in `one_sided_slow`, with `owed`.
+            unsafe { self.state.post(&self.shared, request, || None)? };
+            let end = self.state.table.next_seq();
+            let owed = Owed { half: self, region: transfer.local, end };
+            match owed.half.state.reap_batch(&owed.half.shared) {
+                Some(_) if owed.half.state.table.is_over(end) => return Ok(()),
+                Some(_) => {}
+                None => owed.half.state.reap_rest(&owed.half.shared)?,
+            }
+            return owed.wait(None);
+        }
+        self.one_sided_slow(&transfer)
+    }
+
+    #[inline(never)]
+    fn one_sided_slow(&mut self, transfer: &Transfer<'_>) -> Result<()> {
         if transfer.is_nothing() {
             return self.alive();
         }
@@ -114,35 +139,43 @@ impl SendHalf {
         let mut done = 0;
         // What is larger than a message of the port goes in several.
         loop {
-            if !owed.half.has_room() {
-                owed.half.make_room(&mut patience)?;
-            }
-            let (request, len) = transfer.request(&owed.half.state, done, true);
+            owed.half.make_room(&mut patience)?;
+            let len = (transfer.len - done).min(owed.half.state.max_message);
+            let request = transfer.request(&owed.half.state, done, len, true);
             // SAFETY: the range lies in the region, which is borrowed here, and which `owed` puts into the table
             // should this end before the operation; Rust code accesses its memory by copies that tolerate races.
             unsafe { owed.half.state.post(&owed.half.shared, request, || None)? };
             owed.end = owed.half.state.table.next_seq();
             done += len;
             if done == transfer.len {
-                break;
+                return owed.wait(Some(patience));
             }
         }
-        let end = owed.end;
-        owed.half.wait_until(&mut patience, "the end of an RDMA operation", |table| table.is_over(end))?;
-        owed.half.state.outcome(&owed.half.shared, end)
     }
 
-    fn post_transfer(&mut self, transfer: &Transfer<'_>) -> Result<Ticket> {
+    #[inline(always)]
+    fn post_transfer(&mut self, transfer: Transfer<'_>) -> Result<Ticket> {
+        if transfer.len.wrapping_sub(1) < self.state.max_message && self.has_room() {
+            let request = transfer.request(&self.state, 0, transfer.len, self.state.tell_all);
+            let inline = request.inline;
+            let keep = || if inline { None } else { Some(Resource::Region(transfer.local.clone())) };
+            // SAFETY: as in `post_transfer_slow`.
+            unsafe { self.state.post(&self.shared, request, keep)? };
+            return Ok(Ticket::at(self.state.table.next_seq()));
+        }
+        self.post_transfer_slow(&transfer)
+    }
+
+    #[inline(never)]
+    fn post_transfer_slow(&mut self, transfer: &Transfer<'_>) -> Result<Ticket> {
         if transfer.is_nothing() {
             return self.alive().map(|()| Ticket::OVER);
         }
-        let count = transfer.len.div_ceil(self.state.max_message).max(1) as u64;
-        if self.shared.is_broken() || self.state.table.room() < count {
-            self.want_room(transfer.len, count)?;
-        }
+        self.want_room(transfer.len, transfer.len.div_ceil(self.state.max_message).max(1) as u64)?;
         let mut done = 0;
         loop {
-            let (request, len) = transfer.request(&self.state, done, self.state.tell_all);
+            let len = (transfer.len - done).min(self.state.max_message);
+            let request = transfer.request(&self.state, done, len, self.state.tell_all);
             let inline = request.inline;
             let keep = || if inline { None } else { Some(Resource::Region(transfer.local.clone())) };
             // SAFETY: the range lies in the region. Inline data is read before the call returns; else a handle of the
@@ -155,7 +188,6 @@ impl SendHalf {
         }
     }
 
-    #[inline(never)]
     fn want_room(&mut self, len: usize, count: u64) -> Result<()> {
         self.state.reap(&self.shared)?;
         self.alive()?;
@@ -172,6 +204,7 @@ impl SendHalf {
 }
 
 /// A checked one-sided operation.
+#[derive(Clone, Copy)]
 struct Transfer<'a> {
     kind: Opcode,
     op: Wr::Type,
@@ -184,7 +217,7 @@ struct Transfer<'a> {
 }
 
 impl<'a> Transfer<'a> {
-    #[inline]
+    #[inline(always)]
     fn write(
         half: &SendHalf,
         local: &'a MemoryRegion,
@@ -211,7 +244,7 @@ impl<'a> Transfer<'a> {
         })
     }
 
-    #[inline]
+    #[inline(always)]
     fn read(
         half: &SendHalf,
         local: &'a MemoryRegion,
@@ -240,17 +273,16 @@ impl<'a> Transfer<'a> {
         self.len == 0 && self.imm.is_none()
     }
 
-    /// The request for what is left after `done` bytes, or for as much of it as fits into one message, and how long it
-    /// is. The end of the last one is told if `signal`.
-    #[inline]
-    fn request(&self, state: &SendState, done: usize, signal: bool) -> (Request, usize) {
-        let len = (self.len - done).min(state.max_message);
+    /// The request for `len` bytes after the first `done`. If these are the last ones, its end is told if `signal`, and the
+    /// peer is told the immediate value.
+    #[inline(always)]
+    fn request(&self, state: &SendState, done: usize, len: usize, signal: bool) -> Request {
         let last = done + len == self.len;
         let (op, imm) = match self.imm {
             Some(imm) if last => (Wr::IBV_WR_RDMA_WRITE_WITH_IMM, imm),
             _ => (self.op, 0),
         };
-        let request = Request {
+        Request {
             kind: self.kind,
             op,
             addr: self.local.addr(self.start + done),
@@ -261,13 +293,12 @@ impl<'a> Transfer<'a> {
             imm,
             inline: len <= state.inline && self.kind == Opcode::Write,
             signal: signal && last,
-        };
-        (request, len)
+        }
     }
 }
 
 impl SendHalf {
-    #[inline]
+    #[inline(always)]
     fn local_range(&self, local: &MemoryRegion, range: Range<usize>) -> Result<Range<usize>> {
         if !local.protection_domain().same_as(self.shared.queue_pair().protection_domain()) {
             return Err(Error::misuse("the local region belongs to another protection domain than the connection"));
@@ -283,6 +314,18 @@ struct Owed<'a> {
     region: &'a MemoryRegion,
     /// One more than the sequence number of the last request posted, 0 for none.
     end: u64,
+}
+
+impl Owed<'_> {
+    /// Waits for the end of the operation.
+    #[inline(never)]
+    fn wait(self, patience: Option<Patience>) -> Result<()> {
+        let mut patience = patience.unwrap_or_else(|| Patience::from_timeout(self.half.timeout));
+        let half = &mut *self.half;
+        let end = self.end;
+        half.wait_until(&mut patience, "the end of an RDMA operation", |table| table.is_over(end))?;
+        half.state.outcome(&half.shared, end)
+    }
 }
 
 impl Drop for Owed<'_> {

@@ -12,7 +12,6 @@ use crate::wait::Patience;
 /// Operations of one half end in the order in which they were posted. A ticket is a number; dropping it means
 /// nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[must_use = "without it there is no asking whether the operation succeeded, but by `flush`"]
 pub struct Ticket {
     /// One more than its sequence number.
     end: u64,

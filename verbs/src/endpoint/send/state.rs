@@ -4,7 +4,7 @@ use nix::errno::Errno;
 
 use super::super::options::EndpointOptions;
 use super::super::shared::{Shared, send_error};
-use crate::cq::{Completion, Completions};
+use crate::cq::{Completion, Completions, UNUSABLE};
 use crate::error::{Error, Opcode, OsError, Result};
 use crate::inflight::{self, Bogus, Table};
 use crate::mr::MemoryRegion;
@@ -20,6 +20,7 @@ pub(in super::super) struct SendState {
     /// The first operation that failed: it and all later ones were not done.
     failed_from: Option<u64>,
     batch: Box<Completions>,
+    prepared: Box<Prepared>,
     signal_interval: u64,
     /// Whether the end of each posted operation is told, though messages share completions.
     pub(super) tell_all: bool,
@@ -42,6 +43,15 @@ pub(super) enum Resource {
     /// Kept registered until done.
     Region(#[expect(dead_code, reason = "held, not read")] MemoryRegion),
 }
+
+/// A request in C's form: each one posted changes only what differs.
+struct Prepared {
+    wr: sys::ibv_send_wr,
+    sge: sys::ibv_sge,
+}
+
+// SAFETY: its pointers are written anew for each call that reads them.
+unsafe impl Send for Prepared {}
 
 /// One request to be posted.
 pub(super) struct Request {
@@ -70,6 +80,10 @@ impl SendState {
             slots,
             failed_from: None,
             batch: Box::default(),
+            prepared: Box::new(Prepared {
+                wr: sys::zeroed_send_wr(),
+                sge: sys::ibv_sge { addr: 0, length: 0, lkey: 0 },
+            }),
             signal_interval: options.signal_interval(),
             tell_all: options.signal_every == 0,
             inline: inline as usize,
@@ -91,27 +105,28 @@ impl SendState {
     /// The local memory is registered and within its region. Unless it is inline, it is kept by what `hold` returns, or is
     /// the slot of the next place in the table, and no Rust code breaks verbs' rules for it until the operation is
     /// done: no writing while it is sent, no reference while it is received into.
-    #[inline]
+    #[inline(always)]
     pub(super) unsafe fn post(
         &mut self,
         shared: &Shared,
         request: Request,
         hold: impl FnOnce() -> Option<Resource>,
     ) -> Result<()> {
-        let table = &mut self.table;
+        let (table, Prepared { wr, sge }) = (&mut self.table, &mut *self.prepared);
         let signalled = request.signal || table.unsignalled_tail() + 1 >= self.signal_interval;
-        let mut sge = sys::ibv_sge { addr: request.addr, length: request.len as u32, lkey: request.lkey };
-        let mut wr = sys::zeroed_send_wr();
+        *sge = sys::ibv_sge { addr: request.addr, length: request.len as u32, lkey: request.lkey };
         wr.wr_id = inflight::wr_id(table.next_seq(), request.kind);
-        wr.sg_list = &raw mut sge;
+        wr.sg_list = sge;
         // A length of 0 in an element means 2^31 to some devices.
         wr.num_sge = i32::from(request.len != 0);
         wr.opcode = request.op;
         wr.send_flags = u32::from(request.inline) * INLINE + u32::from(signalled) * SIGNALED;
         wr.imm_data_invalidated_rkey_union.imm_data = request.imm.to_be();
-        wr.wr.rdma = sys::rdma_t { remote_addr: request.remote, rkey: request.rkey };
-        // SAFETY: as the caller says; `wr` and `sge` live through the call.
-        let rc = unsafe { shared.queue_pair().post_send(&mut wr) };
+        if !matches!(request.kind, Opcode::Send) {
+            wr.wr.rdma = sys::rdma_t { remote_addr: request.remote, rkey: request.rkey };
+        }
+        // SAFETY: as the caller says; `wr` and `sge` live through the call, and `wr.next` is null.
+        let rc = unsafe { shared.queue_pair().post_send(wr) };
         if rc != 0 {
             return Err(refused(shared, rc));
         }
@@ -125,29 +140,46 @@ impl SendState {
     /// Takes note of all completions there are.
     #[inline]
     pub(super) fn reap(&mut self, shared: &Shared) -> Result<()> {
-        if shared.is_broken() {
-            self.reap_broken(shared, Vec::new());
-            return Ok(());
-        }
         loop {
-            let n = shared.queue_pair().send_cq().poll(&mut self.batch).inspect_err(|e| shared.fail_by(e.clone()))?;
-            while let Some(success) = self.batch.next_success() {
-                let Ok(wr_id) = success else {
-                    let seen = self.batch.by_ref().collect();
-                    self.reap_broken(shared, seen);
-                    return Ok(());
-                };
-                if self.table.complete(wr_id, false).is_err() {
-                    unknown(shared, wr_id);
-                }
-            }
-            if n == 0 && shared.has_spilled() {
-                self.reap_spilled(shared);
-            }
-            if n < Completions::CAPACITY {
-                return Ok(());
+            match self.reap_batch(shared) {
+                Some(Completions::CAPACITY) => {}
+                Some(1..) => return Ok(()),
+                Some(0) if !shared.has_spilled() && !shared.is_broken() => return Ok(()),
+                _ => return self.reap_rest(shared),
             }
         }
+    }
+
+    /// Takes note of the completions that one poll gives, if the connection works; how many there were. After `None`,
+    /// [`reap_rest`](Self::reap_rest) must be called before anything else.
+    #[inline(always)]
+    pub(super) fn reap_batch(&mut self, shared: &Shared) -> Option<usize> {
+        if shared.is_broken() {
+            return None;
+        }
+        let n = shared.queue_pair().send_cq().poll_fast(&mut self.batch)?;
+        let table = &mut self.table;
+        let clean = self.batch.successes(|wr_id| {
+            if table.complete(wr_id, false).is_err() {
+                unknown(shared, wr_id);
+            }
+        });
+        clean.then_some(n)
+    }
+
+    /// What [`reap`](Self::reap) does when not all is well, or when others took completions.
+    #[cold]
+    pub(super) fn reap_rest(&mut self, shared: &Shared) -> Result<()> {
+        let seen: Vec<_> = self.batch.by_ref().collect();
+        if !seen.is_empty() || shared.is_broken() {
+            self.reap_broken(shared, seen);
+        } else if shared.has_spilled() {
+            self.reap_spilled(shared);
+        } else {
+            shared.fail_by(UNUSABLE);
+            return Err(UNUSABLE);
+        }
+        Ok(())
     }
 
     /// Takes note of completions that someone else took off the queue. Newer ones may have been seen already.
