@@ -29,6 +29,7 @@ impl Need {
                 "qemu-system-x86",
                 "busybox-static",
                 "kmod",
+                "procps", // the tests stop and continue programs with kill(1)
                 "xz-utils",
                 "zstd",
                 "iproute2",
