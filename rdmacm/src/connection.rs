@@ -16,6 +16,7 @@ use crate::handle::{self, Command, Notice};
 use crate::id::Key;
 use crate::manager::{Device, Manager};
 use crate::private_data::PrivateData;
+use crate::sys;
 
 /// How long dropping a connection waits for its id to be gone.
 const RELEASE_DEADLINE: Duration = Duration::from_secs(1);
@@ -522,6 +523,9 @@ impl fmt::Debug for Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
+        if sys::in_child() {
+            return;
+        }
         self.manager.mailbox().send(Command::Release { key: self.key });
         let deadline = Instant::now() + RELEASE_DEADLINE;
         loop {

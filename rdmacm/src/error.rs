@@ -119,6 +119,12 @@ pub enum Error {
     /// The event-channel thread is gone; every handle of its manager is dead.
     #[error("the connection manager's event thread has ended")]
     ManagerGone,
+    /// The process was forked after RDMA was set up.
+    #[error(
+        "this process was forked after RDMA was set up: its parent's connections, listeners and memory regions are not its \
+         own; fork before the first use, or exec a new program"
+    )]
+    Forked,
     /// The data path: a failed operation, a closed connection, a local limit, or misuse.
     #[error(transparent)]
     Verbs(#[from] verbs::Error),
@@ -152,6 +158,7 @@ impl Error {
             Self::Lookup(_) => io::ErrorKind::NotFound,
             Self::PrivateDataTooLong { .. } | Self::Misuse(_) => io::ErrorKind::InvalidInput,
             Self::ManagerGone => io::ErrorKind::BrokenPipe,
+            Self::Forked => io::ErrorKind::Unsupported,
             Self::Verbs(error) => error.kind(),
         }
     }
@@ -207,6 +214,7 @@ impl Error {
             | Self::PrivateDataTooLong { .. }
             | Self::Misuse(_)
             | Self::ManagerGone
+            | Self::Forked
             | Self::Verbs(_) => false,
         }
     }

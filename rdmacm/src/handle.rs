@@ -17,7 +17,7 @@ use crate::events::Subscriber;
 use crate::id::{Key, Loan, Parameters};
 use crate::options::{Keepalive, ListenPlan};
 use crate::private_data::PrivateData;
-use crate::sys::CallError;
+use crate::sys::{self, CallError};
 
 /// How much longer than its deadline a user waits for the event-channel thread to keep that deadline.
 const GRACE: Duration = Duration::from_secs(1);
@@ -182,6 +182,9 @@ impl Claim {
 /// Waits for a notice until `deadline` and a grace period, in which the event-channel thread should have said that the
 /// deadline has passed. `None` when it did not.
 pub(crate) fn wait<T>(notices: &Receiver<T>, deadline: Instant) -> Result<Option<T>> {
+    if sys::in_child() {
+        return Err(Error::Forked);
+    }
     match notices.recv_deadline(deadline + GRACE) {
         Ok(notice) => Ok(Some(notice)),
         Err(RecvTimeoutError::Timeout) => Ok(None),
@@ -198,7 +201,9 @@ pub(crate) fn wait_for_setup(
     key: Key,
     mailbox: &Mailbox,
 ) -> Result<Option<Notice>> {
-    if let Some(cancel) = cancel {
+    if let Some(cancel) = cancel
+        && !sys::in_child()
+    {
         select! {
             recv(notices) -> notice => return notice.map(Some).map_err(|_| Error::ManagerGone),
             recv(cancel.receiver()) -> _ => mailbox.send(Command::Cancel { key }),

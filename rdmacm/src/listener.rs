@@ -17,6 +17,7 @@ use crate::id::Key;
 use crate::manager::Manager;
 use crate::options::{AcceptOptions, ListenPlan};
 use crate::request::{self, ConnectRequest};
+use crate::sys;
 
 /// How long binding may take: the calls are immediate, the event-channel thread may be busy.
 const BIND_DEADLINE: Duration = Duration::from_secs(5);
@@ -218,6 +219,9 @@ impl fmt::Debug for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
+        if sys::in_child() {
+            return;
+        }
         self.acceptor.manager.mailbox().send(Command::Release { key: self.key });
         let deadline = Instant::now() + CLOSE_DEADLINE;
         while let Ok(notice) = self.notices.recv_deadline(deadline) {
@@ -320,6 +324,9 @@ impl Acceptor {
     }
 
     fn request_within(&self, patience: Patience<'_>) -> Result<ConnectRequest> {
+        if sys::in_child() {
+            return Err(Error::Forked);
+        }
         loop {
             let received = match patience {
                 Patience::Endless => self.requests.recv().ok(),

@@ -13,6 +13,7 @@ use crate::counters::{CounterCells, Counters};
 use crate::driver::Driver;
 use crate::error::{Error, Result};
 use crate::handle::{Command, Mailbox};
+use crate::sys;
 
 /// Owns the event-channel thread and the devices' protection domains.
 ///
@@ -63,6 +64,10 @@ impl Manager {
     /// EMFILE when the process has too many open files.
     #[doc(alias = "rdma_create_event_channel")]
     pub fn new() -> Result<Self> {
+        sys::watch_forks();
+        if sys::in_child() {
+            return Err(Error::Forked);
+        }
         let (_, events) = EventChannel::open()?;
         let (mailbox, commands) = Mailbox::new()?;
         let counters = Arc::new(CounterCells::default());
@@ -81,6 +86,9 @@ impl Manager {
     /// [`Error::Os`] when the list cannot be had, or a protection domain cannot be made.
     #[doc(alias = "rdma_get_devices")]
     pub fn devices(&self) -> Result<Vec<Device>> {
+        if sys::in_child() {
+            return Err(Error::Forked);
+        }
         DeviceReference::all()?.into_iter().map(|reference| self.device_of(reference)).collect()
     }
 
@@ -129,6 +137,11 @@ impl fmt::Debug for Manager {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if sys::in_child() {
+            // The thread is the parent's.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         self.mailbox.send(Command::Stop);
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()

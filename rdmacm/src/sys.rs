@@ -14,7 +14,7 @@ use nix::errno::Errno;
 use nix::libc::{sockaddr, sockaddr_storage};
 
 pub(crate) use rdma_sys::{rdma_cm_event, rdma_cm_id, rdma_conn_param, rdma_event_channel};
-pub(crate) use verbs::sys::{ibv_context, ibv_pd, ibv_qp_init_attr};
+pub(crate) use verbs::sys::{ibv_context, ibv_pd, ibv_qp_init_attr, in_child, watch_forks};
 
 /// `RDMA_OPTION_ID` of `rdma/rdma_cma.h`: options of one id.
 const RDMA_OPTION_ID: c_int = 0;
@@ -102,6 +102,9 @@ pub(crate) fn create_event_channel() -> CallResult<*mut rdma_event_channel> {
 /// # Safety
 /// `channel` came from [`create_event_channel`], was not destroyed, and no id lives on it.
 pub(crate) unsafe fn destroy_event_channel(channel: *mut rdma_event_channel) {
+    if in_child() {
+        return;
+    }
     // SAFETY: the caller's promise.
     unsafe { rdma_sys::rdma_destroy_event_channel(channel) }
 }
@@ -133,6 +136,9 @@ pub(crate) unsafe fn create_id(channel: *mut rdma_event_channel, context: usize)
 /// # Safety
 /// `id` is live, every event fetched for it was acknowledged, nobody uses it during or after the call.
 pub(crate) unsafe fn destroy_id(id: *mut rdma_cm_id) -> CallResult<()> {
+    if in_child() {
+        return Ok(());
+    }
     // SAFETY: the caller's promise.
     cvt("rdma_destroy_id", unsafe { rdma_sys::rdma_destroy_id(id) })
 }
@@ -332,6 +338,9 @@ pub(crate) fn device_references() -> CallResult<Vec<NonNull<ibv_context>>> {
 /// `context` came from [`device_references`], this reference was not given back, and nothing made on the context is used
 /// afterwards by its owner.
 pub(crate) unsafe fn release_device(context: NonNull<ibv_context>) {
+    if in_child() {
+        return;
+    }
     // SAFETY: malloc and its result are checked; the array has room for the pointer and the terminating NULL, and the
     // library frees it.
     unsafe {

@@ -76,6 +76,7 @@ impl Device {
     /// [`Error::Os`](crate::Error::Os): no permission on `/dev/infiniband/uverbs*`, or the device is gone.
     #[doc(alias = "ibv_open_device")]
     pub fn open(&self) -> Result<Context> {
+        sys::watch_forks();
         // SAFETY: the device lives as long as `self.list`.
         let raw = unsafe { sys::open_device(self.raw) }.map_err(|errno| OsError::new("ibv_open_device", errno))?;
         Ok(Context { inner: Arc::new(ContextInner { raw, opened_here: true, keep: Some(self.list.clone()) }) })
@@ -151,6 +152,7 @@ impl Context {
     /// When `raw` is null.
     pub unsafe fn from_raw(raw: *mut sys::ibv_context, keep: Arc<dyn Any + Send + Sync>) -> Context {
         let raw = NonNull::new(raw).expect("an open context is not null");
+        sys::watch_forks();
         Context { inner: Arc::new(ContextInner { raw, opened_here: false, keep: Some(keep) }) }
     }
 

@@ -117,6 +117,10 @@ impl OsError {
     /// The failure of `call`, with the remedy that fits the error number.
     pub fn new(call: &'static str, errno: Errno) -> OsError {
         let remedy: Option<&'static str> = match errno {
+            Errno::EPERM if crate::sys::in_child() => Some(
+                "this process was forked after RDMA was set up: its parent's connections and memory regions are not its \
+                 own; fork before the first use, or exec a new program",
+            ),
             Errno::ENODEV | Errno::ENXIO => Some(
                 "no RDMA device, or it went away: see that `rdma link` lists one (for Soft-RoCE: \
                  rdma link add rxe0 type rxe netdev <interface>) and that its user-space driver is installed",

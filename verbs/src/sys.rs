@@ -19,6 +19,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::{MaybeUninit, offset_of};
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
 
@@ -115,11 +117,15 @@ pub unsafe fn open_device(device: NonNull<ibv_device>) -> Result<NonNull<ibv_con
 }
 
 pub unsafe fn close_device(context: NonNull<ibv_context>) -> Result<()> {
+    if in_child() {
+        return Ok(());
+    }
     // SAFETY: the caller owns the context and nothing made on it is left.
     cvt_errno(unsafe { rdma_sys::ibv_close_device(context.as_ptr()) })
 }
 
 pub unsafe fn query_device(context: NonNull<ibv_context>) -> Result<ibv_device_attr> {
+    not_in_child()?;
     let mut attr = MaybeUninit::<ibv_device_attr>::zeroed();
     // SAFETY: the context is alive; the structure is plain data, zeroed, so valid even if partly written.
     unsafe {
@@ -131,6 +137,7 @@ pub unsafe fn query_device(context: NonNull<ibv_context>) -> Result<ibv_device_a
 /// `ibv_query_port` as the C macro does it: the extended entry point where the provider has one, else the
 /// old one, which knows nothing of the last field.
 pub unsafe fn query_port(context: NonNull<ibv_context>, port: u8) -> Result<ibv_port_attr> {
+    not_in_child()?;
     let mut attr = MaybeUninit::<ibv_port_attr>::zeroed();
     // SAFETY: the context is alive; an extended context is the last field of its `verbs_context`, whose
     // `sz` says how much of it the library filled; the old entry point writes a prefix of the structure.
@@ -165,6 +172,7 @@ unsafe fn extended(context: NonNull<ibv_context>) -> Option<NonNull<rdma_sys::ve
 }
 
 pub unsafe fn query_gid_table(context: NonNull<ibv_context>, max: usize) -> Result<Vec<ibv_gid_entry>> {
+    not_in_child()?;
     let mut entries: Vec<ibv_gid_entry> = Vec::with_capacity(max);
     // SAFETY: the context is alive; at most `max` entries are written, and the count written is returned.
     unsafe {
@@ -189,24 +197,65 @@ pub fn interface_name(index: u32) -> Option<String> {
     }
 }
 
+// Forks.
+
+/// Set in a process that was forked from one that had opened a device.
+static IN_CHILD: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process was forked after a device was opened. Its copies of the parent's objects must not be used: the
+/// kernel refuses some calls on them (`ib_uverbs_write` compares credentials), others would act on the parent's objects,
+/// and the queues are shared memory. So the functions here make no call then: what creates or uses something is refused
+/// with `EPERM`, what destroys something leaves it to the parent.
+#[inline]
+pub fn in_child() -> bool {
+    IN_CHILD.load(Ordering::Relaxed)
+}
+
+fn not_in_child() -> Result<()> {
+    if in_child() { Err(Errno::EPERM) } else { Ok(()) }
+}
+
+/// Has forks noticed from now on.
+pub fn watch_forks() {
+    extern "C" fn child() {
+        IN_CHILD.store(true, Ordering::Relaxed);
+    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the handler only stores to an atomic, which is allowed in the child of a process with threads.
+        let rc = unsafe { nix::libc::pthread_atfork(None, None, Some(child)) };
+        if rc != 0 {
+            log::warn!("pthread_atfork: {}; forks go unnoticed", Errno::from_raw(rc));
+        }
+    });
+}
+
 // Protection domains and memory.
 
 pub unsafe fn alloc_pd(context: NonNull<ibv_context>) -> Result<NonNull<ibv_pd>> {
+    not_in_child()?;
     // SAFETY: the caller's context is alive.
     cvt_ptr(unsafe { rdma_sys::ibv_alloc_pd(context.as_ptr()) })
 }
 
 pub unsafe fn dealloc_pd(pd: NonNull<ibv_pd>) -> Result<()> {
+    if in_child() {
+        return Ok(());
+    }
     // SAFETY: the caller owns the domain.
     cvt_errno(unsafe { rdma_sys::ibv_dealloc_pd(pd.as_ptr()) })
 }
 
 pub unsafe fn reg_mr(pd: NonNull<ibv_pd>, addr: NonNull<u8>, len: usize, access: u32) -> Result<NonNull<ibv_mr>> {
+    not_in_child()?;
     // SAFETY: the caller's domain is alive and owns `len` bytes at `addr` until the region is deregistered.
     cvt_ptr(unsafe { rdma_sys::ibv_reg_mr(pd.as_ptr(), addr.as_ptr().cast::<c_void>(), len, access as c_int) })
 }
 
 pub unsafe fn dereg_mr(mr: NonNull<ibv_mr>) -> Result<()> {
+    if in_child() {
+        return Ok(());
+    }
     // SAFETY: the caller owns the region.
     cvt_errno(unsafe { rdma_sys::ibv_dereg_mr(mr.as_ptr()) })
 }
@@ -214,11 +263,15 @@ pub unsafe fn dereg_mr(mr: NonNull<ibv_mr>) -> Result<()> {
 // Completion channels and queues.
 
 pub unsafe fn create_comp_channel(context: NonNull<ibv_context>) -> Result<NonNull<ibv_comp_channel>> {
+    not_in_child()?;
     // SAFETY: the caller's context is alive.
     cvt_ptr(unsafe { rdma_sys::ibv_create_comp_channel(context.as_ptr()) })
 }
 
 pub unsafe fn destroy_comp_channel(channel: NonNull<ibv_comp_channel>) -> Result<()> {
+    if in_child() {
+        return Ok(());
+    }
     // SAFETY: the caller owns the channel.
     cvt_errno(unsafe { rdma_sys::ibv_destroy_comp_channel(channel.as_ptr()) })
 }
@@ -229,18 +282,23 @@ pub unsafe fn create_cq(
     channel: Option<NonNull<ibv_comp_channel>>,
     vector: c_int,
 ) -> Result<NonNull<ibv_cq>> {
+    not_in_child()?;
     let channel = channel.map_or(ptr::null_mut(), NonNull::as_ptr);
     // SAFETY: the caller's context and channel are alive, the channel for as long as the queue.
     cvt_ptr(unsafe { rdma_sys::ibv_create_cq(context.as_ptr(), depth, ptr::null_mut(), channel, vector) })
 }
 
 pub unsafe fn destroy_cq(cq: NonNull<ibv_cq>) -> Result<()> {
+    if in_child() {
+        return Ok(());
+    }
     // SAFETY: the caller owns the queue and has acknowledged its events.
     cvt_errno(unsafe { rdma_sys::ibv_destroy_cq(cq.as_ptr()) })
 }
 
 /// Reads one event off the channel; which queue it is for is returned.
 pub unsafe fn get_cq_event(channel: NonNull<ibv_comp_channel>) -> Result<*mut ibv_cq> {
+    not_in_child()?;
     let mut cq = ptr::null_mut();
     let mut user = ptr::null_mut();
     // SAFETY: the caller's channel is alive, the out-pointers are writable.
@@ -249,6 +307,9 @@ pub unsafe fn get_cq_event(channel: NonNull<ibv_comp_channel>) -> Result<*mut ib
 }
 
 pub unsafe fn ack_cq_events(cq: NonNull<ibv_cq>, count: u32) {
+    if in_child() {
+        return;
+    }
     // SAFETY: the caller's queue is alive, and `count` of its events were read and not yet acknowledged.
     unsafe { rdma_sys::ibv_ack_cq_events(cq.as_ptr(), count) }
 }
@@ -256,11 +317,20 @@ pub unsafe fn ack_cq_events(cq: NonNull<ibv_cq>, count: u32) {
 /// `ibv_poll_cq`: how many completions were written to `wc`, or a negative number.
 #[inline]
 pub unsafe fn poll_cq(cq: NonNull<ibv_cq>, max: c_int, wc: *mut ibv_wc) -> c_int {
+    if in_child() {
+        return -1;
+    }
     // SAFETY: the caller's queue is alive and `wc` has room for `max` completions.
-    unsafe { rdma_sys::ibv_poll_cq(cq.as_ptr(), max, wc) }
+    unsafe {
+        match (*(*cq.as_ptr()).context).ops.poll_cq {
+            Some(poll) => poll(cq.as_ptr(), max, wc),
+            None => -1,
+        }
+    }
 }
 
 pub unsafe fn req_notify_cq(cq: NonNull<ibv_cq>) -> Result<()> {
+    not_in_child()?;
     // SAFETY: the caller's queue is alive.
     cvt_errno(unsafe { rdma_sys::ibv_req_notify_cq(cq.as_ptr(), 0) })
 }
@@ -268,21 +338,27 @@ pub unsafe fn req_notify_cq(cq: NonNull<ibv_cq>) -> Result<()> {
 // Queue pairs.
 
 pub unsafe fn create_qp(pd: NonNull<ibv_pd>, attr: &mut ibv_qp_init_attr) -> Result<NonNull<ibv_qp>> {
+    not_in_child()?;
     // SAFETY: the caller's domain is alive, and so are the queues named in `attr`.
     cvt_ptr(unsafe { rdma_sys::ibv_create_qp(pd.as_ptr(), attr) })
 }
 
 pub unsafe fn destroy_qp(qp: NonNull<ibv_qp>) -> Result<()> {
+    if in_child() {
+        return Ok(());
+    }
     // SAFETY: the caller owns the queue pair.
     cvt_errno(unsafe { rdma_sys::ibv_destroy_qp(qp.as_ptr()) })
 }
 
 pub unsafe fn modify_qp(qp: NonNull<ibv_qp>, attr: &mut ibv_qp_attr, mask: ibv_qp_attr_mask) -> Result<()> {
+    not_in_child()?;
     // SAFETY: the caller's queue pair is alive; `attr` is only read.
     cvt_errno(unsafe { rdma_sys::ibv_modify_qp(qp.as_ptr(), attr, mask.0 as c_int) })
 }
 
 pub unsafe fn query_qp(qp: NonNull<ibv_qp>, mask: ibv_qp_attr_mask) -> Result<(ibv_qp_attr, ibv_qp_init_attr)> {
+    not_in_child()?;
     let (mut attr, mut init) = (zeroed_qp_attr(), zeroed_qp_init_attr());
     // SAFETY: the caller's queue pair is alive; both structures are writable.
     cvt_errno(unsafe { rdma_sys::ibv_query_qp(qp.as_ptr(), &raw mut attr, mask.0 as c_int, &raw mut init) })?;
@@ -324,6 +400,7 @@ pub unsafe fn async_fd(context: NonNull<ibv_context>) -> RawFd {
 /// # Safety
 /// `context` is open.
 pub unsafe fn next_async_event(context: NonNull<ibv_context>) -> Result<(u32, AsyncElement)> {
+    not_in_child()?;
     let mut raw = RawAsyncEvent { element: std::ptr::null_mut(), event_type: 0 };
     let place: *mut rdma_sys::ibv_async_event = (&raw mut raw).cast();
     // SAFETY: open, as the caller says; the place has the size and layout of the C struct.
@@ -359,6 +436,9 @@ pub fn zeroed_send_wr() -> ibv_send_wr {
 /// `ibv_post_send`: 0, or an errno value.
 #[inline]
 pub unsafe fn post_send(qp: NonNull<ibv_qp>, wr: *mut ibv_send_wr) -> c_int {
+    if in_child() {
+        return Errno::EPERM as c_int;
+    }
     let mut bad = ptr::null_mut();
     // SAFETY: the caller's queue pair is alive, `wr` heads a list of valid requests that is read during
     // the call only, and the memory they name stays registered and alive until their completions.
@@ -368,6 +448,9 @@ pub unsafe fn post_send(qp: NonNull<ibv_qp>, wr: *mut ibv_send_wr) -> c_int {
 /// `ibv_post_recv`: 0, or an errno value.
 #[inline]
 pub unsafe fn post_recv(qp: NonNull<ibv_qp>, wr: *mut ibv_recv_wr) -> c_int {
+    if in_child() {
+        return Errno::EPERM as c_int;
+    }
     let mut bad = ptr::null_mut();
     // SAFETY: as for `post_send`.
     unsafe { rdma_sys::ibv_post_recv(qp.as_ptr(), wr, &raw mut bad) }
