@@ -140,10 +140,10 @@ impl CompletionQueue {
     #[inline]
     #[doc(alias = "ibv_poll_cq")]
     pub fn poll(&self, out: &mut Completions) -> Result<usize> {
-        self.poll_fast(out).ok_or(UNUSABLE)
+        self.poll_fast(out).ok_or_else(unusable)
     }
 
-    /// [`poll`](Self::poll); `None` is its error, [`UNUSABLE`].
+    /// [`poll`](Self::poll); `None` is its error, [`unusable`].
     #[inline(always)]
     pub(crate) fn poll_fast(&self, out: &mut Completions) -> Option<usize> {
         // SAFETY: the queue is alive; the buffer has room for `BATCH` completions.
@@ -254,7 +254,13 @@ impl fmt::Debug for CompletionQueue {
 }
 
 /// What a failure of [`CompletionQueue::poll_fast`] means.
-pub(crate) const UNUSABLE: Error = Error::Provider("ibv_poll_cq failed: the completion queue is unusable");
+#[cold]
+pub(crate) fn unusable() -> Error {
+    if sys::in_child() {
+        return OsError::new("ibv_poll_cq", Errno::EPERM).into();
+    }
+    Error::Provider("ibv_poll_cq failed: the completion queue is unusable")
+}
 
 /// Completions taken at a time. More is not faster: the cost of a call is spread by then.
 const BATCH: usize = 16;
@@ -288,20 +294,28 @@ impl Completions {
         taken
     }
 
-    /// Hands the numbers of the successes to `done`, in order. `false` when it came to an error, which is left, with what
-    /// follows it, for the iterator.
+    /// Polls, and hands the numbers of the successes to `done`, in order. The count of all of them; `None` when it came to an
+    /// error, or to a success that `done` refuses, or if the queue is unusable: what is left is for the iterator.
+    ///
+    /// It must be empty.
     #[inline(always)]
-    pub(crate) fn successes(&mut self, mut done: impl FnMut(u64)) -> bool {
-        while self.next < self.len {
-            // SAFETY: the entries below `len` were written by the last poll; `len` is at most `BATCH`.
-            let wc = unsafe { self.wcs.get_unchecked(self.next).assume_init_ref() };
-            if wc.status != WorkStatus::SUCCESS.0 {
-                return false;
-            }
-            self.next += 1;
-            done(wc.wr_id);
+    pub(crate) fn poll_successes(&mut self, cq: &CompletionQueue, mut done: impl FnMut(u64) -> bool) -> Option<usize> {
+        debug_assert!(self.is_empty(), "what was polled before is lost");
+        // SAFETY: the queue is alive; the buffer has room for `BATCH` completions.
+        let n = unsafe { sys::poll_cq(cq.inner.raw, BATCH as i32, self.wcs.as_mut_ptr().cast()) } as usize;
+        // Negative numbers are too large, too.
+        if n > BATCH {
+            return None;
         }
-        true
+        for next in 0..n {
+            // SAFETY: the poll wrote `n` entries.
+            let wc = unsafe { self.wcs.get_unchecked(next).assume_init_ref() };
+            if wc.status != WorkStatus::SUCCESS.0 || !done(wc.wr_id) {
+                (self.next, self.len) = (next, n);
+                return None;
+            }
+        }
+        Some(n)
     }
 
     /// Empty.

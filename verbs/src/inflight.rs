@@ -128,7 +128,7 @@ impl<R: Default> Table<R> {
     }
 
     /// Enters an operation that holds nothing.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn push(&mut self, kind: Opcode, signalled: bool) {
         debug_assert!(!self.is_full(), "room is made before posting");
         let place = self.place(self.tail);
@@ -140,7 +140,7 @@ impl<R: Default> Table<R> {
     }
 
     /// Enters an operation that holds something until it is over.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn push_holding(&mut self, kind: Opcode, signalled: bool, resource: R) {
         let place = self.place(self.tail);
         self.push(kind, signalled);
@@ -157,7 +157,7 @@ impl<R: Default> Table<R> {
         self.put(place, resource);
     }
 
-    #[inline]
+    #[inline(always)]
     fn put(&mut self, place: usize, resource: R) {
         // What was there is the default, which needs no dropping.
         std::mem::forget(std::mem::replace(&mut self.resources[place], resource));
@@ -185,12 +185,14 @@ impl<R: Default> Table<R> {
 
     /// Releases what is held up to and with `seq`.
     fn release(&mut self, seq: u64) {
-        for seq in self.head..=seq {
-            let place = self.place(seq);
+        let mut next = self.head;
+        while next <= seq && self.holding > 0 {
+            let place = self.place(next);
             if self.marks[place] & HOLDS != 0 {
                 self.resources[place] = R::default();
                 self.holding -= 1;
             }
+            next += 1;
         }
     }
 

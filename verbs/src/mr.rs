@@ -65,6 +65,8 @@ pub(crate) struct Registered {
     len: usize,
     lkey: u32,
     rkey: u32,
+    /// That of `pd`, at hand for the data path.
+    domain: NonNull<sys::ibv_pd>,
     // Last: a domain must outlive what is registered in it.
     pd: ProtectionDomain,
 }
@@ -85,12 +87,19 @@ impl Registered {
             .map_err(|errno| OsError::pinning("ibv_reg_mr", errno, len.get()))?;
         // SAFETY: a live region; both keys are constant.
         let (lkey, rkey) = unsafe { ((*raw.as_ptr()).lkey, (*raw.as_ptr()).rkey) };
-        Ok(Registered { raw, pages: Some(pages), addr, len: len.get(), lkey, rkey, pd: pd.clone() })
+        let domain = pd.raw();
+        Ok(Registered { raw, pages: Some(pages), addr, len: len.get(), lkey, rkey, domain, pd: pd.clone() })
     }
 
     #[inline]
     pub(crate) fn addr(&self) -> NonNull<u8> {
         self.addr
+    }
+
+    /// The domain, to be compared only.
+    #[inline]
+    pub(crate) fn domain(&self) -> NonNull<sys::ibv_pd> {
+        self.domain
     }
 
     #[inline]
@@ -282,6 +291,12 @@ impl MemoryRegion {
             Ok(inner) => Ok(inner.registered.into_bytes()),
             Err(inner) => Err(MemoryRegion { inner }),
         }
+    }
+
+    /// The domain, to be compared only.
+    #[inline]
+    pub(crate) fn domain(&self) -> NonNull<sys::ibv_pd> {
+        self.inner.registered.domain()
     }
 
     /// The address of an offset, as devices see it.

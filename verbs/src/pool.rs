@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::freelist::FreeList;
 use crate::mr::{Access, Registered};
 use crate::pd::ProtectionDomain;
+use crate::sys;
 
 /// Slots begin on cache lines, so that neighbours do not slow each other down.
 const ALIGN: usize = 64;
@@ -168,9 +169,10 @@ impl SendBuf {
         self.pool.arena.lkey()
     }
 
+    /// The domain, to be compared only.
     #[inline]
-    pub(crate) fn pd(&self) -> &ProtectionDomain {
-        self.pool.arena.pd()
+    pub(crate) fn domain(&self) -> NonNull<sys::ibv_pd> {
+        self.pool.arena.memory.domain()
     }
 }
 

@@ -31,15 +31,31 @@ struct Message {
     slot: u32,
     /// Bytes in the slot, or bytes that were written elsewhere.
     len: u32,
-    written: bool,
-    imm: Option<u32>,
+    /// The bits below and, if it has one, the immediate value in the upper half; in two registers with the rest.
+    more: u64,
 }
 
+/// It has an immediate value.
+const HAS_IMM: u64 = 1;
+/// It is no message but tells of a write: the length is how much, and nothing is in the slot.
+const WRITTEN: u64 = 2;
+
 impl Message {
+    #[inline]
+    fn imm(self) -> Option<u32> {
+        (self.more & HAS_IMM != 0).then_some((self.more >> 32) as u32)
+    }
+
     /// Bytes in the slot.
     #[inline]
-    fn in_slot(&self) -> u32 {
-        if self.written { 0 } else { self.len }
+    fn in_slot(self) -> u32 {
+        if self.more & WRITTEN != 0 { 0 } else { self.len }
+    }
+
+    /// Bytes that were written elsewhere.
+    #[inline]
+    fn written(self) -> Option<u32> {
+        (self.more & WRITTEN != 0).then_some(self.len)
     }
 }
 
@@ -167,9 +183,9 @@ impl RecvHalf {
         if self.shared.slots().is_some() {
             return Err(Error::misuse("notifications are received with the option `notifications` only"));
         }
-        let Message { slot, len, imm, .. } = self.next(patience)?;
-        self.shared.repost(slot);
-        Ok(Notification { imm, len })
+        let message = self.next(patience)?;
+        self.shared.repost(message.slot);
+        Ok(Notification { imm: message.imm(), len: message.len })
     }
 
     /// Prepares for sleeping in a poll loop of the program's own, on the descriptor of this half (`AsFd`) and on
@@ -230,14 +246,8 @@ impl RecvHalf {
     fn recv_buf_within(&mut self, patience: impl FnOnce(&Self) -> Patience) -> Result<RecvBuf> {
         self.slots()?;
         let message = self.next(patience)?;
-        let written = message.written.then_some(message.len);
-        Ok(RecvBuf {
-            slot: message.slot,
-            len: message.in_slot(),
-            imm: message.imm,
-            written,
-            shared: self.shared.clone(),
-        })
+        let (len, imm, written) = (message.in_slot(), message.imm(), message.written());
+        Ok(RecvBuf { slot: message.slot, len, imm, written, shared: self.shared.clone() })
     }
 
     /// The next message, which is the caller's from then on.
@@ -318,7 +328,9 @@ fn accept(shared: &Shared, completion: &Completion) -> Option<Message> {
     let slot = shared.take_posted(completion.wr_id)?;
     let len = completion.byte_len;
     let written = completion.opcode == sys::ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
-    (written || len as usize <= slot_size(shared)).then_some(Message { slot, len, written, imm: completion.imm })
+    let imm = completion.imm.map_or(0, |imm| u64::from(imm) << 32 | HAS_IMM);
+    let more = imm | if written { WRITTEN } else { 0 };
+    (written || len as usize <= slot_size(shared)).then_some(Message { slot, len, more })
 }
 
 /// Bytes that fit into a receive.

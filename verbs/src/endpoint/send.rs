@@ -206,8 +206,7 @@ impl SendHalf {
     #[inline]
     fn send_buf_within(&mut self, buf: SendBuf, patience: Wish) -> Result<(), (Error, SendBuf)> {
         let len = buf.len();
-        let domain = self.shared.queue_pair().protection_domain();
-        if !buf.pd().same_as(domain) {
+        if buf.domain() != self.state.domain {
             let why = "the buffer belongs to another protection domain than the connection";
             return Err((Error::misuse(why), buf));
         }

@@ -118,19 +118,31 @@ impl SendHalf {
             // SAFETY: as in `one_sided_slow`, with `owed`.
             unsafe { self.state.post(&self.shared, request, || None)? };
             let end = self.state.table.next_seq();
-            let owed = Owed { half: self, region: transfer.local, end };
-            match owed.half.state.reap_batch(&owed.half.shared) {
-                Some(_) if owed.half.state.table.is_over(end) => return Ok(()),
-                Some(_) => {}
-                None => owed.half.state.reap_rest(&owed.half.shared)?,
+            // Nothing here panics.
+            let looked = self.state.reap_batch(&self.shared);
+            if looked.is_some() && self.state.table.is_over(end) {
+                return Ok(());
             }
-            return owed.wait(None);
+            return Owed { half: self, region: transfer.local, end }.wait_for(looked.is_none());
         }
-        self.one_sided_slow(&transfer)
+        let Transfer { kind, op, local, start, len, remote, rkey, imm } = transfer;
+        self.one_sided_slow(kind, op, local, start, len, remote, rkey, imm)
     }
 
     #[inline(never)]
-    fn one_sided_slow(&mut self, transfer: &Transfer<'_>) -> Result<()> {
+    #[expect(clippy::too_many_arguments, reason = "a structure would be written for the fast path, too")]
+    fn one_sided_slow(
+        &mut self,
+        kind: Opcode,
+        op: Wr::Type,
+        local: &MemoryRegion,
+        start: usize,
+        len: usize,
+        remote: u64,
+        rkey: u32,
+        imm: Option<u32>,
+    ) -> Result<()> {
+        let transfer = Transfer { kind, op, local, start, len, remote, rkey, imm };
         if transfer.is_nothing() {
             return self.alive();
         }
@@ -148,7 +160,7 @@ impl SendHalf {
             owed.end = owed.half.state.table.next_seq();
             done += len;
             if done == transfer.len {
-                return owed.wait(Some(patience));
+                return owed.wait(patience);
             }
         }
     }
@@ -163,11 +175,24 @@ impl SendHalf {
             unsafe { self.state.post(&self.shared, request, keep)? };
             return Ok(Ticket::at(self.state.table.next_seq()));
         }
-        self.post_transfer_slow(&transfer)
+        let Transfer { kind, op, local, start, len, remote, rkey, imm } = transfer;
+        self.post_transfer_slow(kind, op, local, start, len, remote, rkey, imm)
     }
 
     #[inline(never)]
-    fn post_transfer_slow(&mut self, transfer: &Transfer<'_>) -> Result<Ticket> {
+    #[expect(clippy::too_many_arguments, reason = "a structure would be written for the fast path, too")]
+    fn post_transfer_slow(
+        &mut self,
+        kind: Opcode,
+        op: Wr::Type,
+        local: &MemoryRegion,
+        start: usize,
+        len: usize,
+        remote: u64,
+        rkey: u32,
+        imm: Option<u32>,
+    ) -> Result<Ticket> {
+        let transfer = Transfer { kind, op, local, start, len, remote, rkey, imm };
         if transfer.is_nothing() {
             return self.alive().map(|()| Ticket::OVER);
         }
@@ -226,18 +251,18 @@ impl<'a> Transfer<'a> {
         remote_offset: u64,
         imm: Option<u32>,
     ) -> Result<Transfer<'a>> {
-        let range = half.local_range(local, range)?;
+        let (start, len) = half.local_range(local, range)?;
         // What notifies and writes nothing needs no memory at the peer.
-        let to = match (range.is_empty(), imm) {
-            (true, Some(_)) => 0,
-            _ => remote.locate(remote_offset, range.len() as u64)?,
+        let to = match (len, imm) {
+            (0, Some(_)) => 0,
+            _ => remote.locate(remote_offset, len as u64)?,
         };
         Ok(Transfer {
             kind: Opcode::Write,
             op: Wr::IBV_WR_RDMA_WRITE,
             local,
-            start: range.start,
-            len: range.len(),
+            start,
+            len,
             remote: to,
             rkey: remote.rkey(),
             imm,
@@ -253,16 +278,16 @@ impl<'a> Transfer<'a> {
         remote_offset: u64,
     ) -> Result<Transfer<'a>> {
         if !local.access().contains(Access::LOCAL_WRITE) {
-            return Err(Error::misuse("the local region of an RDMA read must have local write access"));
+            return Err(unwritable());
         }
-        let range = half.local_range(local, range)?;
+        let (start, len) = half.local_range(local, range)?;
         Ok(Transfer {
             kind: Opcode::Read,
             op: Wr::IBV_WR_RDMA_READ,
             local,
-            start: range.start,
-            len: range.len(),
-            remote: remote.locate(remote_offset, range.len() as u64)?,
+            start,
+            len,
+            remote: remote.locate(remote_offset, len as u64)?,
             rkey: remote.rkey(),
             imm: None,
         })
@@ -299,12 +324,22 @@ impl<'a> Transfer<'a> {
 
 impl SendHalf {
     #[inline(always)]
-    fn local_range(&self, local: &MemoryRegion, range: Range<usize>) -> Result<Range<usize>> {
-        if !local.protection_domain().same_as(self.shared.queue_pair().protection_domain()) {
-            return Err(Error::misuse("the local region belongs to another protection domain than the connection"));
+    fn local_range(&self, local: &MemoryRegion, range: Range<usize>) -> Result<(usize, usize)> {
+        if local.domain() != self.state.domain {
+            return Err(foreign());
         }
-        local.check_range(range)
+        local.check_range(range).map(|range| (range.start, range.end - range.start))
     }
+}
+
+#[cold]
+fn foreign() -> Error {
+    Error::misuse("the local region belongs to another protection domain than the connection")
+}
+
+#[cold]
+fn unwritable() -> Error {
+    Error::misuse("the local region of an RDMA read must have local write access")
 }
 
 /// A blocking operation in flight on a borrowed region. However the call ends, by a timeout, an error or a panic, the
@@ -317,10 +352,17 @@ struct Owed<'a> {
 }
 
 impl Owed<'_> {
-    /// Waits for the end of the operation.
+    /// Waits for the end of the operation, after the first look, which may have left something to be done.
     #[inline(never)]
-    fn wait(self, patience: Option<Patience>) -> Result<()> {
-        let mut patience = patience.unwrap_or_else(|| Patience::from_timeout(self.half.timeout));
+    fn wait_for(self, left: bool) -> Result<()> {
+        if left {
+            self.half.state.reap_rest(&self.half.shared)?;
+        }
+        let patience = Patience::from_timeout(self.half.timeout);
+        self.wait(patience)
+    }
+
+    fn wait(self, mut patience: Patience) -> Result<()> {
         let half = &mut *self.half;
         let end = self.end;
         half.wait_until(&mut patience, "the end of an RDMA operation", |table| table.is_over(end))?;

@@ -1,10 +1,13 @@
 //! What the sending half keeps: the table of outstanding work, and posting and reaping.
 
+use std::collections::VecDeque;
+use std::ptr::NonNull;
+
 use nix::errno::Errno;
 
 use super::super::options::EndpointOptions;
 use super::super::shared::{Shared, send_error};
-use crate::cq::{Completion, Completions, UNUSABLE};
+use crate::cq::{Completion, Completions, unusable};
 use crate::error::{Error, Opcode, OsError, Result};
 use crate::inflight::{self, Bogus, Table};
 use crate::mr::MemoryRegion;
@@ -21,6 +24,8 @@ pub(in super::super) struct SendState {
     failed_from: Option<u64>,
     batch: Box<Completions>,
     prepared: Box<Prepared>,
+    /// The domain of the queue pair, to be compared only.
+    pub(super) domain: NonNull<sys::ibv_pd>,
     signal_interval: u64,
     /// Whether the end of each posted operation is told, though messages share completions.
     pub(super) tell_all: bool,
@@ -53,6 +58,9 @@ struct Prepared {
 // SAFETY: its pointers are written anew for each call that reads them.
 unsafe impl Send for Prepared {}
 
+// SAFETY: `domain` is never followed; the rest is `Send`, and used by one thread at a time.
+unsafe impl Send for SendState {}
+
 /// One request to be posted.
 pub(super) struct Request {
     pub(super) kind: Opcode,
@@ -77,7 +85,6 @@ impl SendState {
         assert!(slots.count() >= table.places(), "a slot for each place in the table");
         SendState {
             table,
-            slots,
             failed_from: None,
             batch: Box::default(),
             prepared: Box::new(Prepared {
@@ -88,6 +95,8 @@ impl SendState {
             tell_all: options.signal_every == 0,
             inline: inline as usize,
             max_message,
+            domain: slots.pd().raw(),
+            slots,
             buffers: None,
             buffer_count: options.send_buffers,
         }
@@ -151,33 +160,38 @@ impl SendState {
     }
 
     /// Takes note of the completions that one poll gives, if the connection works; how many there were. After `None`,
-    /// [`reap_rest`](Self::reap_rest) must be called before anything else.
+    /// [`reap_rest`](Self::reap_rest) must be called before anything else. It does not panic.
     #[inline(always)]
     pub(super) fn reap_batch(&mut self, shared: &Shared) -> Option<usize> {
         if shared.is_broken() {
             return None;
         }
-        let n = shared.queue_pair().send_cq().poll_fast(&mut self.batch)?;
         let table = &mut self.table;
-        let clean = self.batch.successes(|wr_id| {
-            if table.complete(wr_id, false).is_err() {
-                unknown(shared, wr_id);
-            }
-        });
-        clean.then_some(n)
+        self.batch.poll_successes(shared.queue_pair().send_cq(), |wr_id| table.complete(wr_id, false).is_ok())
     }
 
     /// What [`reap`](Self::reap) does when not all is well, or when others took completions.
     #[cold]
+    #[inline(never)]
     pub(super) fn reap_rest(&mut self, shared: &Shared) -> Result<()> {
-        let seen: Vec<_> = self.batch.by_ref().collect();
+        let mut seen: VecDeque<_> = self.batch.by_ref().collect();
+        if seen.is_empty() && !shared.is_broken() {
+            if shared.has_spilled() {
+                self.reap_spilled(shared);
+                return Ok(());
+            }
+            shared.fail_by(unusable());
+            return Err(unusable());
+        }
+        while !shared.is_broken()
+            && let Some(success) = seen.pop_front_if(|completion| completion.is_success())
+        {
+            if self.table.complete(success.wr_id, false).is_err() {
+                unknown(shared, success.wr_id);
+            }
+        }
         if !seen.is_empty() || shared.is_broken() {
-            self.reap_broken(shared, seen);
-        } else if shared.has_spilled() {
-            self.reap_spilled(shared);
-        } else {
-            shared.fail_by(UNUSABLE);
-            return Err(UNUSABLE);
+            self.reap_broken(shared, seen.into());
         }
         Ok(())
     }
