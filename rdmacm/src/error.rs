@@ -254,11 +254,14 @@ impl Error {
             Failure::Call(proto::Call::Accept, _) => Self::Aborted { peer },
             Failure::Call(call, errno) => {
                 let errno = Errno::from_raw(errno);
-                match call {
-                    proto::Call::ResolveAddr | proto::Call::ResolveRoute => {
+                match (call, errno) {
+                    // iWARP connects its TCP socket inside the call.
+                    (proto::Call::Connect, Errno::ECONNREFUSED) => Self::Refused { peer },
+                    (proto::Call::ResolveAddr | proto::Call::ResolveRoute, _)
+                    | (proto::Call::Connect, Errno::EHOSTUNREACH | Errno::ENETUNREACH | Errno::ETIMEDOUT) => {
                         Self::Unreachable { peer, errno, remedy: resolve_remedy(peer, errno) }
                     }
-                    call => CallError { call: call.c_name(), errno }.into(),
+                    (call, errno) => CallError { call: call.c_name(), errno }.into(),
                 }
             }
             Failure::Deadline(step) => Self::TimedOut { step: step.into(), after: context.after },
@@ -550,6 +553,7 @@ mod tests {
         check(Failure::Event(Event::Disconnected, 0), Kind::ConnectionAborted, "gave up");
         check(Failure::Event(Event::DeviceRemoval, 0), Kind::NotConnected, "removed");
         check(Failure::Call(Call::ResolveAddr, 101), Kind::NetworkUnreachable, "no route");
+        check(Failure::Call(Call::Connect, 111), Kind::ConnectionRefused, "nobody listens");
         check(Failure::Call(Call::Accept, 22), Kind::ConnectionAborted, "gave up");
         check(Failure::Deadline(Step::Connect), Kind::TimedOut, "after 1s waiting for the peer to accept");
         check(Failure::Cancelled, Kind::Interrupted, "cancelled");
