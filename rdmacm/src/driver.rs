@@ -235,12 +235,9 @@ impl Driver {
         match command {
             Command::Connect { plan, notices } => self.start_connect(plan, notices),
             Command::Listen { plan, notices, queue, end } => self.start_listen(plan, notices, queue, end),
-            Command::Built { key, control, parameters, keepalive, deadline } => {
+            Command::Built { key, built, deadline } => {
                 if let Some(Slot::Connection(slot)) = self.slots.get_mut(&key) {
-                    slot.control = Some(control);
-                    slot.parameters = parameters;
-                    slot.keepalive = keepalive;
-                    slot.deadline = deadline;
+                    slot.built(built, deadline);
                 }
                 self.feed(key, Input::Built, None);
             }
@@ -387,8 +384,10 @@ impl Driver {
             (None, _) => {}
             (Some(Slot::Connection(slot)), notice) => {
                 let heard = slot.tell(key, notice, details, &self.counters);
-                if let (proto::Notice::Established, Some(keepalive)) = (notice, slot.keepalive) {
-                    self.probes.insert((Instant::now() + keepalive.interval, key));
+                if notice == proto::Notice::Established
+                    && let Some(interval) = slot.probe_interval()
+                {
+                    self.probes.insert((Instant::now() + interval, key));
                 }
                 if !heard && slot.is_lent() {
                     // The user thread no longer waits, and the loan that it was offered is dropped.
@@ -445,7 +444,7 @@ impl Driver {
             None => {}
             Some(Slot::Connection(slot)) => {
                 log::trace!("id={} destroyed", key.0);
-                slot.finish();
+                slot.finish(key);
             }
             Some(Slot::Listener(slot)) => {
                 log::debug!("listener={} closed", key.0);

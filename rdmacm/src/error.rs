@@ -3,9 +3,11 @@
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
 use nix::errno::Errno;
+use nix::unistd::{AccessFlags, access};
 use thiserror::Error as ThisError;
 use verbs::CloseReason;
 
@@ -179,6 +181,18 @@ impl Error {
         matches!(self, Self::Verbs(verbs::Error::Closed(CloseReason::Peer)))
     }
 
+    /// What an empty list of devices means: `Err` if there are device nodes that this process may not use.
+    pub(crate) fn check_nodes() -> Result<()> {
+        let nodes = std::fs::read_dir(NODES).into_iter().flatten().flatten().map(|entry| entry.path());
+        let is_verbs = |node: &std::path::PathBuf| {
+            node.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("uverbs"))
+        };
+        if nodes.filter(is_verbs).any(|node| node_is_forbidden(&node)) {
+            return Err(CallError { call: "rdma_get_devices", errno: Errno::EACCES }.into());
+        }
+        Ok(())
+    }
+
     /// The operating system gave us no thread.
     pub(crate) fn spawn(error: &io::Error) -> Self {
         let errno = Errno::from_raw(error.raw_os_error().unwrap_or(Errno::EAGAIN as i32));
@@ -232,6 +246,7 @@ impl Error {
             Errno::EADDRNOTAVAIL => {
                 Self::Os { call, errno, remedy: Some("the address belongs to none of this host's interfaces") }
             }
+            Errno::EINVAL if address.is_ipv6() => Self::Os { call, errno, remedy: resolve_remedy(address, errno) },
             errno => CallError { call, errno }.into(),
         }
     }
@@ -457,6 +472,15 @@ impl proto::Call {
     }
 }
 
+/// The device nodes of librdmacm and libibverbs.
+const NODES: &str = "/dev/infiniband";
+const CM_NODE: &str = "/dev/infiniband/rdma_cm";
+
+/// Whether a node exists and this process may not use it.
+fn node_is_forbidden(node: &Path) -> bool {
+    access(node, AccessFlags::F_OK).is_ok() && access(node, AccessFlags::R_OK | AccessFlags::W_OK).is_err()
+}
+
 const NO_DEVICE: &str = "no RDMA device: plug one in and load its driver, or add a software one with \
      `modprobe rdma_rxe && rdma link add rxe0 type rxe netdev <interface>` (`rdma link` and `ibv_devices` show what there is)";
 const PERMISSION: &str = "no permission on the RDMA device nodes: /dev/infiniband/rdma_cm and /dev/infiniband/uverbs* \
@@ -464,6 +488,11 @@ const PERMISSION: &str = "no permission on the RDMA device nodes: /dev/infiniban
 
 impl From<CallError> for Error {
     fn from(CallError { call, errno }: CallError) -> Self {
+        let errno = match (call, errno) {
+            // librdmacm says ENOENT for a node that it may not open.
+            ("rdma_create_event_channel", Errno::ENOENT) if node_is_forbidden(Path::new(CM_NODE)) => Errno::EACCES,
+            (_, errno) => errno,
+        };
         let remedy = match (call, errno) {
             ("rdma_create_event_channel" | "rdma_get_devices", Errno::ENODEV | Errno::ENOENT) => Some(NO_DEVICE),
             (_, Errno::EACCES) if call == "rdma_bind_addr" => Some("ports below 1024 need CAP_NET_BIND_SERVICE"),

@@ -86,7 +86,7 @@ pub(crate) enum Command {
     /// Make an id, bind it and listen.
     Listen { plan: ListenPlan, notices: Sender<ListenNotice>, queue: Sender<Request>, end: Arc<OnceLock<Error>> },
     /// The loan's end: the queue pair is on the id.
-    Built { key: Key, control: Control, parameters: Parameters, keepalive: Option<Keepalive>, deadline: Instant },
+    Built { key: Key, built: Built, deadline: Instant },
     /// The loan's end: no queue pair.
     BuildFailed { key: Key },
     /// The loan's end: the request is refused, with this private data.
@@ -107,6 +107,17 @@ pub(crate) enum Command {
     Async { device: ContextAddress, event: AsyncEvent },
     /// End the thread.
     Stop,
+}
+
+/// What a user thread has made on a lent id, and what is to be done with it.
+#[derive(Debug)]
+pub(crate) struct Built {
+    pub(crate) control: Control,
+    /// For `rdma_connect` or `rdma_accept`.
+    pub(crate) parameters: Parameters,
+    pub(crate) keepalive: Option<Keepalive>,
+    /// Gets the key when it is decided whether there will be a connection.
+    pub(crate) decided: Option<Sender<Key>>,
 }
 
 /// An attempt to connect to one address.
@@ -243,15 +254,9 @@ impl LoanGuard {
     }
 
     /// Gives the id back with its queue pair: `rdma_connect` or `rdma_accept` follow.
-    pub(crate) fn built(
-        mut self,
-        control: Control,
-        parameters: Parameters,
-        keepalive: Option<Keepalive>,
-        deadline: Instant,
-    ) {
+    pub(crate) fn built(mut self, built: Built, deadline: Instant) {
         self.loan = None;
-        self.mailbox.send(Command::Built { key: self.key, control, parameters, keepalive, deadline });
+        self.mailbox.send(Command::Built { key: self.key, built, deadline });
     }
 
     /// Gives a request's id back with a refusal.

@@ -1,12 +1,13 @@
 //! Accepting connections.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Deref;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, select};
+use crossbeam_channel::{Receiver, Sender, select};
 
 use crate::addr;
 use crate::cancel::CancelToken;
@@ -17,6 +18,7 @@ use crate::id::Key;
 use crate::manager::Manager;
 use crate::options::{AcceptOptions, ListenPlan};
 use crate::request::{self, ConnectRequest};
+use crate::setup::Handshake;
 use crate::sys;
 
 /// How long binding may take: the calls are immediate, the event-channel thread may be busy.
@@ -149,7 +151,9 @@ impl ListenerBuilder {
         manager.mailbox().send(Command::Listen { plan, notices, queue, end: Arc::clone(&end) });
         match handle::wait(&receiver, Instant::now() + BIND_DEADLINE)? {
             Some(ListenNotice::Listening { key, local }) => {
-                let acceptor = Acceptor { key, requests, end, local, accept: self.accept.clone(), manager };
+                let handshakes = Arc::new(Handshakes::new());
+                let (backlog, accept) = (self.backlog, self.accept.clone());
+                let acceptor = Acceptor { key, requests, end, handshakes, backlog, local, accept, manager };
                 Ok(Listener { key, notices: receiver, acceptor })
             }
             Some(ListenNotice::Failed(error)) => Err(error),
@@ -243,6 +247,8 @@ pub struct Acceptor {
     requests: Receiver<Request>,
     /// Set before the queue ends.
     end: Arc<OnceLock<Error>>,
+    handshakes: Arc<Handshakes>,
+    backlog: usize,
     local: SocketAddr,
     accept: AcceptOptions,
     manager: Manager,
@@ -281,21 +287,43 @@ impl Acceptor {
         self.accept_within(Patience::Until(token))
     }
 
+    /// Takes requests and begins to accept them, and returns the first connection that is established, whoever began it: a
+    /// client that is slow to acknowledge delays nobody.
     fn accept_within(&self, patience: Patience<'_>) -> Result<Connection> {
         loop {
-            let request = self.request_within(patience)?;
-            let peer = request.peer_addr();
-            match request.accept_with(&self.accept) {
-                Err(
-                    error @ (Error::Aborted { .. }
-                    | Error::TimedOut { .. }
-                    | Error::Rejected { .. }
-                    | Error::Unreachable { .. }),
-                ) => {
-                    log::debug!("listener={} passes over {peer}: {error}", self.key.0);
+            match self.next(patience, true)? {
+                Next::Request(request) => {
+                    let peer = request.peer_addr();
+                    let begun = request.begin(&self.accept, Some(self.handshakes.decided.clone()));
+                    match begun {
+                        Ok(handshake) => self.handshakes.add(handshake),
+                        Err(error) => self.pass_over(peer, error)?,
+                    }
                 }
-                result => return result,
+                Next::Decided(key) => {
+                    let Some(handshake) = self.handshakes.remove(key) else { continue };
+                    let peer = handshake.peer_addr();
+                    match handshake.decided() {
+                        Ok(connection) => return Ok(connection),
+                        Err(error) => self.pass_over(peer, error)?,
+                    }
+                }
             }
+        }
+    }
+
+    /// Goes on if the client is to blame, or this side's program cannot do anything about it.
+    fn pass_over(&self, peer: SocketAddr, error: Error) -> Result<()> {
+        match error {
+            Error::Aborted { .. }
+            | Error::TimedOut { .. }
+            | Error::Rejected { .. }
+            | Error::Unreachable { .. }
+            | Error::DeviceRemoved => {
+                log::debug!("listener={} passes over {peer}: {error}", self.key.0);
+                Ok(())
+            }
+            error => Err(error),
         }
     }
 
@@ -324,29 +352,45 @@ impl Acceptor {
     }
 
     fn request_within(&self, patience: Patience<'_>) -> Result<ConnectRequest> {
+        loop {
+            if let Next::Request(request) = self.next(patience, false)? {
+                return Ok(request);
+            }
+        }
+    }
+
+    /// Waits for a request, or (when `accepting`) for the outcome of a handshake. While as many handshakes are under way as
+    /// requests may wait, no more are taken.
+    fn next(&self, patience: Patience<'_>, accepting: bool) -> Result<Next> {
         if sys::in_child() {
             return Err(Error::Forked);
         }
+        let never = crossbeam_channel::never();
+        let nothing = crossbeam_channel::never();
+        let endless = crossbeam_channel::never();
         loop {
-            let received = match patience {
-                Patience::Endless => self.requests.recv().ok(),
-                Patience::For(after, deadline) => match self.requests.recv_deadline(deadline) {
-                    Ok(request) => Some(request),
-                    Err(RecvTimeoutError::Disconnected) => None,
-                    Err(RecvTimeoutError::Timeout) => {
-                        return Err(Error::TimedOut { step: TimedOutStep::Request, after });
-                    }
+            let full = accepting && self.handshakes.len() >= self.backlog;
+            let requests = if full { &nothing } else { &self.requests };
+            let decided = if accepting { &self.handshakes.outcomes } else { &never };
+            let (timer, cancelled, after) = match patience {
+                Patience::Endless => (crossbeam_channel::never(), &endless, Duration::ZERO),
+                Patience::For(after, deadline) => (crossbeam_channel::at(deadline), &endless, after),
+                Patience::Until(token) => (crossbeam_channel::never(), token.receiver(), Duration::ZERO),
+            };
+            let received = select! {
+                recv(requests) -> request => request.ok(),
+                recv(decided) -> key => match key {
+                    Ok(key) => return Ok(Next::Decided(key)),
+                    Err(_) => unreachable!("the acceptor itself holds a sender"),
                 },
-                Patience::Until(token) => select! {
-                    recv(self.requests) -> request => request.ok(),
-                    recv(token.receiver()) -> _ => return Err(Error::Cancelled),
-                },
+                recv(timer) -> _ => return Err(Error::TimedOut { step: TimedOutStep::Request, after }),
+                recv(cancelled) -> _ => return Err(Error::Cancelled),
             };
             let Some(request) = received else {
                 return Err(self.end.get().cloned().unwrap_or(Error::ListenerClosed));
             };
             if let Some(request) = ConnectRequest::claim(request, &self.manager)? {
-                return Ok(request);
+                return Ok(Next::Request(request));
             }
         }
     }
@@ -366,6 +410,50 @@ impl fmt::Debug for Acceptor {
             .field("local", &self.local)
             .field("waiting", &self.requests.len())
             .finish_non_exhaustive()
+    }
+}
+
+/// What [`Acceptor::next`] found.
+enum Next {
+    Request(ConnectRequest),
+    Decided(Key),
+}
+
+/// The handshakes that the acceptors of a listener have begun; whichever of them waits when one is decided finishes it.
+struct Handshakes {
+    pending: Mutex<HashMap<Key, Handshake>>,
+    decided: Sender<Key>,
+    outcomes: Receiver<Key>,
+}
+
+impl Handshakes {
+    fn new() -> Self {
+        let (decided, outcomes) = crossbeam_channel::unbounded();
+        Self { pending: Mutex::default(), decided, outcomes }
+    }
+
+    fn add(&self, handshake: Handshake) {
+        let key = handshake.key();
+        let mut pending = self.lock();
+        let decided = pending.entry(key).insert_entry(handshake).get().is_decided();
+        drop(pending);
+        if decided {
+            // Another thread may have looked for it before it was here.
+            let _ = self.decided.send(key);
+        }
+    }
+
+    fn remove(&self, key: Key) -> Option<Handshake> {
+        self.lock().remove(&key)
+    }
+
+    fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// Each change is one insertion or removal, so the map is whole whatever a panicking thread did.
+    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Handshake>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

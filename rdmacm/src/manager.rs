@@ -89,7 +89,12 @@ impl Manager {
         if sys::in_child() {
             return Err(Error::Forked);
         }
-        DeviceReference::all()?.into_iter().map(|reference| self.device_of(reference)).collect()
+        let references = DeviceReference::all()?;
+        if references.is_empty() {
+            // librdmacm passes over devices that it cannot open.
+            Error::check_nodes()?;
+        }
+        references.into_iter().map(|reference| self.device_of(reference)).collect()
     }
 
     /// What happened on this manager so far.

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::Sender;
 use nix::errno::Errno;
 use verbs::{Access, MemoryRegion, ProtectionDomain};
 
@@ -12,10 +13,11 @@ use crate::channel::ConnectionDepths;
 use crate::connection::Connection;
 use crate::error::{Error, Result, TimedOutStep};
 use crate::handle::{LoanGuard, Mailbox, Request};
+use crate::id::Key;
 use crate::manager::{Device, Manager};
 use crate::options::AcceptOptions;
 use crate::private_data::{Carrier, PrivateData};
-use crate::setup::{Lent, Limit};
+use crate::setup::{Handshake, Lent, Limit};
 
 /// How long a client's acknowledgement of an accept may take.
 const ACCEPT_DEADLINE: Duration = Duration::from_secs(5);
@@ -106,7 +108,12 @@ impl ConnectRequest {
     /// The client is refused if this side is at fault: a limit of the device or the process ([`Error::Verbs`],
     /// [`Error::Os`]), [`Error::PrivateDataTooLong`], [`Error::Misuse`]. [`Error::Aborted`] or [`Error::TimedOut`] if the
     /// client gave up.
-    pub fn accept_with(mut self, options: &AcceptOptions) -> Result<Connection> {
+    pub fn accept_with(self, options: &AcceptOptions) -> Result<Connection> {
+        self.begin(options, None)?.wait(None)
+    }
+
+    /// The part of accepting that never waits for the client.
+    pub(crate) fn begin(mut self, options: &AcceptOptions, decided: Option<Sender<Key>>) -> Result<Handshake> {
         options.connection.check()?;
         let private_data = options.encode()?;
         let parameters = options.connection.reply(self.lent.device.context(), private_data, self.wanted)?;
@@ -115,15 +122,9 @@ impl ConnectRequest {
         }
         let started = Instant::now();
         let limit = Limit { started, deadline: started + ACCEPT_DEADLINE, step: TimedOutStep::Accept };
-        // The client's private data came with its request; its acknowledgement carries none.
         let peer = self.lent.peer;
-        let outcome = self.lent.establish(parameters, Some(self.private_data), &options.connection, limit, None);
-        outcome.map_err(|error| match error {
-            // What the endpoint was asked for is within the device's limits; what the kernel no longer has is the request,
-            // which the client took back.
-            Error::Os { call: "rdma_create_qp", errno: Errno::EINVAL, .. } => Error::Aborted { peer },
-            error => error,
-        })
+        let begun = self.lent.start(parameters, Some(self.private_data), &options.connection, limit, decided);
+        begun.map_err(|error| taken_back(error, peer))
     }
 
     /// Refuses the client, whose error carries `data`: at most [`MAX_REJECT_DATA`](crate::MAX_REJECT_DATA) bytes.
@@ -134,6 +135,15 @@ impl ConnectRequest {
         let data = if data.is_empty() { Vec::new() } else { Carrier::Reject.frame(data)? };
         self.lent.guard.refuse(data);
         Ok(())
+    }
+}
+
+/// What the endpoint was asked for is within the device's limits; when the kernel refuses the queue pair with EINVAL all the
+/// same, what it no longer has is the request, which the client took back.
+fn taken_back(error: Error, peer: SocketAddr) -> Error {
+    match error {
+        Error::Os { call: "rdma_create_qp", errno: Errno::EINVAL, .. } => Error::Aborted { peer },
+        error => error,
     }
 }
 

@@ -14,7 +14,7 @@ use crate::context::ContextAddress;
 use crate::counters::{CounterCells, count};
 use crate::error::{Error, FailureContext};
 use crate::events::{ConnectionEvent, Subscriber};
-use crate::handle::{Claim, ConnectPlan, ListenNotice, Notice, Request};
+use crate::handle::{Built, Claim, ConnectPlan, ListenNotice, Notice, Request};
 use crate::id::{Id, Key, Parameters};
 use crate::options::{Keepalive, ListenPlan};
 use crate::private_data::PrivateData;
@@ -58,7 +58,9 @@ pub(super) struct ConnectionSlot {
     /// The end of the step that [`Output::Arm`] starts next.
     pub(super) deadline: Instant,
     subscribers: Vec<Subscriber>,
-    pub(super) keepalive: Option<Keepalive>,
+    keepalive: Option<Keepalive>,
+    /// Gets the key when it is decided whether there will be a connection.
+    decided: Option<Sender<Key>>,
     /// Probes in a row that were not answered when the next was due.
     missed: u32,
     /// The entry of this id in `deadlines`.
@@ -114,6 +116,7 @@ impl ConnectionSlot {
             subscribers: Vec::new(),
             keepalive: None,
             missed: 0,
+            decided: None,
             peer: plan.destination,
             started: plan.started,
             deadline: plan.deadline,
@@ -135,6 +138,7 @@ impl ConnectionSlot {
             subscribers: Vec::new(),
             keepalive: None,
             missed: 0,
+            decided: None,
             peer,
             started,
             deadline: started + ttl,
@@ -146,15 +150,23 @@ impl ConnectionSlot {
 
     /// Destroys the id, lets the endpoint go (its user's thread, which usually has the last hold on it, takes it apart),
     /// then tells.
-    pub(super) fn finish(self) {
-        let Self { id, control, notices, farewell, .. } = self;
+    pub(super) fn finish(self, key: Key) {
+        let Self { id, control, notices, farewell, decided, .. } = self;
         drop(id);
         drop(control);
         // Nobody may listen any more.
         if let Some(farewell) = farewell {
             let _ = notices.send(farewell);
         }
+        if let Some(decided) = decided {
+            let _ = decided.send(key);
+        }
         let _ = notices.send(Notice::Released);
+    }
+
+    /// How often the connection is probed, if it is.
+    pub(super) fn probe_interval(&self) -> Option<Duration> {
+        self.keepalive.map(|keepalive| keepalive.interval)
     }
 
     /// Asks the peer's device for a sign of life, and looks at the answer to the last question.
@@ -223,6 +235,16 @@ impl ConnectionSlot {
     fn cause(&self) -> Error {
         let cause = self.control.as_ref().and_then(Control::cause);
         cause.map_or(Error::ManagerGone, Error::Verbs)
+    }
+
+    /// The loan ends with this.
+    pub(super) fn built(&mut self, built: Built, deadline: Instant) {
+        let Built { control, parameters, keepalive, decided } = built;
+        self.control = Some(control);
+        self.parameters = parameters;
+        self.keepalive = keepalive;
+        self.decided = decided;
+        self.deadline = deadline;
     }
 
     /// The user thread has the id.
@@ -335,7 +357,14 @@ impl ConnectionSlot {
                 unreachable!("a connection's machine does not tell {other:?}")
             }
         };
-        self.notices.send(notice).is_ok()
+        let heard = self.notices.send(notice).is_ok();
+        if self.machine.state() == connection::State::Established
+            && let Some(decided) = self.decided.take()
+        {
+            // A listener that is gone has dropped what it had begun.
+            let _ = decided.send(key);
+        }
+        heard
     }
 
     fn failure_counter<'a>(&self, failure: Failure, error: &Error, counters: &'a CounterCells) -> &'a AtomicU64 {

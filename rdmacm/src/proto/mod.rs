@@ -12,7 +12,7 @@
 //! * `Closed` is told exactly once, and only after `Established`;
 //! * `Destroy` is the last output of an id, and from every state `Release` leads to it;
 //! * while an id is lent to a user thread, no call is made on it;
-//! * a call whose failure matters is the last output of its list.
+//! * a call that fails is fed back at once; if that releases the id, the rest of its list is dropped.
 #![forbid(unsafe_code)]
 
 pub(crate) mod connection;
