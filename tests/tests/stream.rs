@@ -169,16 +169,17 @@ fn a_writer_waits_for_a_slow_reader_and_counts_exactly() -> io::Result<()> {
 
     // A blocked writer sleeps; each half that is read lets it go on.
     client.set_nonblocking(false)?;
+    let data = patterned(sent..sent + MIB);
+    let start = Instant::now();
     let writer = thread::spawn(move || {
         let before = cpu_time();
-        write_pattern(OffsetWriter(&client, sent), MIB)?;
+        (&client).write_all(&data)?;
         Ok::<_, io::Error>((client, cpu_time() - before))
     });
-    thread::sleep(Duration::from_millis(500));
+    thread::sleep(Duration::from_secs(1));
     assert!(!writer.is_finished());
     let mut buffer = vec![0; 4096];
     let mut read = 0;
-    let slow = Instant::now();
     while read < sent + MIB {
         let count = (&server).read(&mut buffer)?;
         assert!(count > 0 && buffer[..count] == patterned(read..read + count), "after {read}");
@@ -186,26 +187,40 @@ fn a_writer_waits_for_a_slow_reader_and_counts_exactly() -> io::Result<()> {
         thread::sleep(Duration::from_millis(1));
     }
     let (client, busy) = writer.join().expect("no panic")?;
-    println!("the writer worked {busy:?} of {:?}", slow.elapsed());
-    assert!(busy < slow.elapsed() / 2, "a blocked writer sleeps: it worked {busy:?} of {:?}", slow.elapsed());
+    println!("the writer worked {busy:?} of {:?}", start.elapsed());
+    assert!(busy < start.elapsed() / 4, "a blocked writer sleeps: it worked {busy:?} of {:?}", start.elapsed());
     drop(client);
     assert_eq!((&server).read(&mut buffer)?, 0);
     Ok(())
 }
 
-/// Writes the pattern from an offset on, whatever it is given.
-struct OffsetWriter<'a>(&'a RdmaStream, usize);
-
-impl Write for OffsetWriter<'_> {
-    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        let written = self.0.write(&patterned(self.1..self.1 + buffer.len()))?;
-        self.1 += written;
-        Ok(written)
+#[test]
+fn a_reader_that_looks_at_nothing_for_long_breaks_nothing() -> io::Result<()> {
+    let Some(lab) = lab(60) else { return Ok(()) };
+    let listener = listen(&lab)?;
+    // Small messages use up all credits long before the bytes; and both sides have told each other of room meanwhile.
+    let (client, server) = pair(&listener)?;
+    let (count, size) = (1000, 100);
+    let writers = [client.try_clone()?, server.try_clone()?].map(|stream| {
+        thread::spawn(move || {
+            for number in 0..count {
+                (&stream).write_all(&[number as u8; 100])?;
+            }
+            stream.shutdown(Shutdown::Write)
+        })
+    });
+    // Longer than a device that gets no answer keeps trying.
+    thread::sleep(Duration::from_secs(5));
+    for stream in [client, server] {
+        let mut all = Vec::new();
+        (&stream).read_to_end(&mut all)?;
+        assert_eq!(all.len(), count * size);
+        assert!(all.chunks(size).enumerate().all(|(number, record)| record.iter().all(|byte| *byte == number as u8)));
     }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+    for writer in writers {
+        writer.join().expect("no panic")?;
     }
+    Ok(())
 }
 
 /// What this thread used of a processor.
@@ -287,11 +302,11 @@ fn records_of_several_threads_stay_whole_while_there_is_room() -> io::Result<()>
     let Some(lab) = lab(120) else { return Ok(()) };
     let listener = listen(&lab)?;
     let (client, server) = pair(&listener)?;
-    let (threads, records) = (4, 300);
+    let (threads, records) = (4, 80);
     thread::scope(|scope| {
         for tag in 0..threads {
             let client = &client;
-            // 4 times 300 times 100 bytes fit into the reader's buffer.
+            // All of them fit into the reader's queue.
             scope.spawn(move || {
                 for _ in 0..records {
                     let mut client = client;
@@ -356,7 +371,8 @@ fn timeouts_come_in_time_and_lose_nothing() -> io::Result<()> {
     let (client, server) = pair(&listener)?;
     let limit = Duration::from_millis(200);
     client.set_write_timeout(Some(limit))?;
-    let (written, took) = timed(|| (&client).write(&patterned(0..MIB)));
+    let data = patterned(0..MIB);
+    let (written, took) = timed(|| (&client).write(&data));
     let written = written?;
     assert_eq!(written, 128 * 1024, "both halves");
     assert!(took >= limit && took < limit + Duration::from_millis(250), "{took:?}");
@@ -502,7 +518,7 @@ fn who_speaks_no_stream_is_refused_and_the_next_is_served() -> io::Result<()> {
     let listener = listen(&lab)?;
     let address = listener.local_addr()?;
     let served = thread::spawn(move || listener.accept());
-    for data in [&b""[..], b"hello", &[2; 40], &[1; 39]] {
+    for data in [&b""[..], b"hello", &[2; 40], &[1; 20]] {
         let error = Connector::new().private_data_raw(data).connect(address).expect_err("no stream");
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{error}");
     }

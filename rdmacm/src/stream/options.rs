@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use verbs::{DeviceAttributes, EndpointOptions};
 
-use super::protocol::CONTROL_SLOTS;
+use super::protocol::{CONTROL_RECEIVES, CONTROL_SLOTS};
 use crate::manager::Manager;
 use crate::options::ConnectionOptions;
 
@@ -143,7 +143,7 @@ impl StreamOptions {
     /// What a device grants of them.
     pub(super) fn on(&self, device: &DeviceAttributes) -> Sizes {
         let queue = |asked: u32| {
-            let most = device.max_qp_wr.min(device.max_cqe).min(MAX_QUEUE);
+            let most = device.max_qp_wr.min(device.max_cqe).saturating_sub(CONTROL_RECEIVES.into()).min(MAX_QUEUE);
             asked.clamp(MIN_QUEUE, most.max(MIN_QUEUE))
         };
         Sizes {
@@ -174,7 +174,7 @@ pub(super) struct Sizes {
     /// Bytes of half of the receive ring.
     pub(super) half: u32,
     pub(super) send_buffer: usize,
-    /// Receives.
+    /// Receives for data; there are some more for control messages.
     pub(super) credits: u16,
     pub(super) send_queue: u32,
     pub(super) inline: u32,
@@ -185,7 +185,7 @@ impl Sizes {
     pub(super) fn connection(&self) -> ConnectionOptions {
         let endpoint = EndpointOptions::default()
             .send_depth(self.send_queue)
-            .recv_depth(self.credits.into())
+            .recv_depth(u32::from(self.credits) + u32::from(CONTROL_RECEIVES))
             .max_inline(self.inline)
             .message_size(1)
             .notifications(true);

@@ -43,6 +43,10 @@ pub(crate) use shutdown::Ends;
 /// How many SGL and CTRL messages may be posted and not yet done. rsocket reserves as many send requests.
 pub(crate) const CONTROL_SLOTS: usize = 4;
 
+/// How many control messages can come from a peer before it must be answered: an entry for each half, credits for what was
+/// sent before, and the goodbyes.
+pub(crate) const CONTROL_RECEIVES: u16 = 8;
+
 /// Entries in the array where an end is told of the peer's halves.
 pub(crate) const ENTRIES: usize = 2;
 

@@ -1,6 +1,6 @@
 //! What an end knows of the peer's room.
 
-use super::{ENTRIES, Message, Opening, Sge, Violation};
+use super::{CONTROL_RECEIVES, ENTRIES, Message, Opening, Sge, Violation};
 
 /// Where the next bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,9 +41,13 @@ impl Sender {
     }
 
     /// Bytes that can be sent as one message now, 0 when the peer must make room first.
+    ///
+    /// The last credits are not used. Control messages take receives of the peer too, which rsocket leaves to the device's
+    /// trying again; Soft-RoCE gives that up after a while if the peer's program does not look.
     #[inline]
     pub(crate) fn room(&self) -> usize {
-        if self.sequence == self.limit { 0 } else { (self.entries[self.current].len as usize).min(Message::MAX_DATA) }
+        let credits = self.limit.wrapping_sub(self.sequence);
+        if credits <= spare(self.depth) { 0 } else { (self.entries[self.current].len as usize).min(Message::MAX_DATA) }
     }
 
     /// Where up to `want` bytes go, as one message; `None` when there is no room. Nothing changes until it is
@@ -98,4 +102,10 @@ impl Sender {
     pub(crate) fn skip(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
     }
+}
+
+/// How many credits of a queue are left for control messages: as many as there may be while the peer looks at none, or what
+/// a small queue can spare. Less than half, after which the peer gives new ones.
+fn spare(depth: u16) -> u16 {
+    (depth / 8).min(CONTROL_RECEIVES)
 }
