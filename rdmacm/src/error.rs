@@ -181,6 +181,14 @@ impl Error {
         matches!(self, Self::Verbs(verbs::Error::Closed(CloseReason::Peer)))
     }
 
+    /// `errno` says that `peer` is not reached. Devices that this process may not use are as good as none to librdmacm.
+    fn unreachable(peer: SocketAddr, errno: Errno) -> Self {
+        match Self::check_nodes() {
+            Err(forbidden) if errno == Errno::ENODEV => forbidden,
+            _ => Self::Unreachable { peer, errno, remedy: resolve_remedy(peer, errno) },
+        }
+    }
+
     /// What an empty list of devices means: `Err` if there are device nodes that this process may not use.
     pub(crate) fn check_nodes() -> Result<()> {
         let nodes = std::fs::read_dir(NODES).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -247,6 +255,7 @@ impl Error {
                 Self::Os { call, errno, remedy: Some("the address belongs to none of this host's interfaces") }
             }
             Errno::EINVAL if address.is_ipv6() => Self::Os { call, errno, remedy: resolve_remedy(address, errno) },
+            Errno::ENODEV => Self::check_nodes().err().unwrap_or_else(|| CallError { call, errno }.into()),
             errno => CallError { call, errno }.into(),
         }
     }
@@ -264,7 +273,7 @@ impl Error {
             }
             Failure::Event(event, status) => match (event, status_errno(status, context.errno)) {
                 (Event::ConnectError, Errno::ECONNREFUSED) => Self::Refused { peer },
-                (_, errno) => Self::Unreachable { peer, errno, remedy: resolve_remedy(peer, errno) },
+                (_, errno) => Self::unreachable(peer, errno),
             },
             Failure::Call(proto::Call::Accept, _) => Self::Aborted { peer },
             Failure::Call(call, errno) => {
@@ -274,7 +283,7 @@ impl Error {
                     (proto::Call::Connect, Errno::ECONNREFUSED) => Self::Refused { peer },
                     (proto::Call::ResolveAddr | proto::Call::ResolveRoute, _)
                     | (proto::Call::Connect, Errno::EHOSTUNREACH | Errno::ENETUNREACH | Errno::ETIMEDOUT) => {
-                        Self::Unreachable { peer, errno, remedy: resolve_remedy(peer, errno) }
+                        Self::unreachable(peer, errno)
                     }
                     (call, errno) => CallError { call: call.c_name(), errno }.into(),
                 }
