@@ -165,20 +165,33 @@ impl CompletionQueue {
     /// [`Error::Os`], for instance when the device is gone.
     #[doc(alias = "ibv_req_notify_cq")]
     pub fn arm(&self) -> Result<()> {
+        self.arm_for(false)
+    }
+
+    /// [`arm`](Self::arm) for the next message that its sender marked as solicited, or a failure.
+    ///
+    /// # Errors
+    /// Those of [`arm`](Self::arm).
+    pub fn arm_solicited(&self) -> Result<()> {
+        self.arm_for(true)
+    }
+
+    pub(crate) fn arm_for(&self, solicited_only: bool) -> Result<()> {
         if !self.inner.armed.load(Ordering::Relaxed) {
             // SAFETY: the queue is alive.
-            unsafe { sys::req_notify_cq(self.inner.raw) }.map_err(|errno| OsError::new("ibv_req_notify_cq", errno))?;
+            unsafe { sys::req_notify_cq(self.inner.raw, solicited_only) }
+                .map_err(|errno| OsError::new("ibv_req_notify_cq", errno))?;
             self.inner.armed.store(true, Ordering::Relaxed);
         }
         Ok(())
     }
 
     /// Takes the event of the last [`arm`](Self::arm), if there is one, and arms again.
-    pub(crate) fn rearm(&self) -> Result<()> {
+    pub(crate) fn rearm(&self, solicited_only: bool) -> Result<()> {
         if self.inner.armed.load(Ordering::Relaxed) {
             self.take_event()?;
         }
-        self.arm()
+        self.arm_for(solicited_only)
     }
 
     /// The descriptor to wait on after [`arm`](Self::arm), readable when there is an event.

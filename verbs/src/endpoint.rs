@@ -22,7 +22,7 @@ use shared::Shared;
 pub use builder::EndpointBuilder;
 pub use options::EndpointOptions;
 pub use recv::{Notification, RecvBuf, RecvHalf};
-pub use send::{SendHalf, Ticket};
+pub use send::{Batch, SendHalf, Ticket};
 pub use shared::Probe;
 
 /// One end of a reliable connection.

@@ -59,6 +59,9 @@ pub enum Error {
         /// The largest possible, in bytes.
         limit: usize,
     },
+    /// The device, its driver or its transport does not offer this; what.
+    #[error("not supported: {0}")]
+    Unsupported(&'static str),
     /// The device or its driver did something that verbs does not allow; what.
     #[error("the device or its driver broke a rule: {0}")]
     Provider(&'static str),
@@ -79,6 +82,7 @@ impl Error {
             Error::Closed(reason) => reason.kind(),
             Error::TimedOut(_) => Kind::TimedOut,
             Error::WouldBlock => Kind::WouldBlock,
+            Error::Unsupported(_) => Kind::Unsupported,
             Error::Provider(_) => Kind::Other,
         }
     }

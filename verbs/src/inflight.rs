@@ -71,6 +71,11 @@ impl<R: Default> Table<R> {
         self.place(self.tail) as u32
     }
 
+    /// The place of the entry after the next `skip` ones.
+    pub(crate) fn place_after(&self, skip: u64) -> u32 {
+        self.place(self.tail + skip) as u32
+    }
+
     /// How many places there are.
     pub(crate) fn places(&self) -> u32 {
         self.marks.len() as u32

@@ -103,7 +103,8 @@ pub use device::{
     devices,
 };
 pub use endpoint::{
-    Control, Endpoint, EndpointBuilder, EndpointOptions, Notification, Probe, RecvBuf, RecvHalf, SendHalf, Ticket,
+    Batch, Control, Endpoint, EndpointBuilder, EndpointOptions, Notification, Probe, RecvBuf, RecvHalf, SendHalf,
+    Ticket,
 };
 pub use error::{CloseReason, Error, LimitError, Opcode, OsError, Result, WorkError, WorkStatus};
 pub use mr::{Access, MemoryRegion};

@@ -162,6 +162,19 @@ impl QueuePair {
         unsafe { sys::post_send(self.raw, wr) }
     }
 
+    /// Posts a list of requests. On failure the errno value, and the first one that was not posted.
+    ///
+    /// # Safety
+    /// As for [`post_send`](Self::post_send), for each of the list.
+    pub(crate) unsafe fn post_sends(&self, first: *mut sys::ibv_send_wr) -> Result<(), (c_int, *mut sys::ibv_send_wr)> {
+        let mut bad = first;
+        // SAFETY: alive; the rest by the caller.
+        match unsafe { sys::post_sends(self.raw, first, &mut bad) } {
+            0 => Ok(()),
+            rc => Err((rc, bad)),
+        }
+    }
+
     /// Posts a receive; 0 or an errno value.
     ///
     /// # Safety

@@ -27,12 +27,12 @@ use nix::errno::Errno;
 #[cfg(target_pointer_width = "64")]
 pub use layout::LAYOUT;
 pub use rdma_sys::{
-    bind_mw_t, bind_mw_tso_union_t, ibv_access_flags, ibv_ah_attr, ibv_atomic_cap, ibv_comp_channel, ibv_context,
-    ibv_cq, ibv_device, ibv_device_attr, ibv_gid, ibv_gid_entry, ibv_global_route, ibv_mr, ibv_mtu, ibv_node_type,
-    ibv_pd, ibv_port_attr, ibv_port_state, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap, ibv_qp_init_attr,
-    ibv_qp_state, ibv_qp_type, ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_srq, ibv_transport_type, ibv_wc,
-    ibv_wc_flags, ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode, imm_data_invalidated_rkey_union_t, qp_type_t, rdma_t,
-    wr_t, xrc_t,
+    atomic_t, bind_mw_t, bind_mw_tso_union_t, ibv_access_flags, ibv_ah_attr, ibv_atomic_cap, ibv_comp_channel,
+    ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_gid, ibv_gid_entry, ibv_global_route, ibv_mr, ibv_mtu,
+    ibv_node_type, ibv_pd, ibv_port_attr, ibv_port_state, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap,
+    ibv_qp_init_attr, ibv_qp_state, ibv_qp_type, ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_srq,
+    ibv_transport_type, ibv_wc, ibv_wc_flags, ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode,
+    imm_data_invalidated_rkey_union_t, qp_type_t, rdma_t, wr_t, xrc_t,
 };
 
 /// `IBV_LINK_LAYER_*`: an anonymous enum that bindgen leaves out.
@@ -329,10 +329,10 @@ pub unsafe fn poll_cq(cq: NonNull<ibv_cq>, max: c_int, wc: *mut ibv_wc) -> c_int
     }
 }
 
-pub unsafe fn req_notify_cq(cq: NonNull<ibv_cq>) -> Result<()> {
+pub unsafe fn req_notify_cq(cq: NonNull<ibv_cq>, solicited_only: bool) -> Result<()> {
     not_in_child()?;
     // SAFETY: the caller's queue is alive.
-    cvt_errno(unsafe { rdma_sys::ibv_req_notify_cq(cq.as_ptr(), 0) })
+    cvt_errno(unsafe { rdma_sys::ibv_req_notify_cq(cq.as_ptr(), solicited_only.into()) })
 }
 
 // Queue pairs.
@@ -436,13 +436,21 @@ pub fn zeroed_send_wr() -> ibv_send_wr {
 /// `ibv_post_send`: 0, or an errno value.
 #[inline]
 pub unsafe fn post_send(qp: NonNull<ibv_qp>, wr: *mut ibv_send_wr) -> c_int {
+    let mut bad = ptr::null_mut();
+    // SAFETY: as the caller says.
+    unsafe { post_sends(qp, wr, &mut bad) }
+}
+
+/// [`post_send`] of several, which says at which one it failed.
+#[inline]
+pub unsafe fn post_sends(qp: NonNull<ibv_qp>, wr: *mut ibv_send_wr, bad: &mut *mut ibv_send_wr) -> c_int {
     if in_child() {
+        *bad = wr;
         return Errno::EPERM as c_int;
     }
-    let mut bad = ptr::null_mut();
     // SAFETY: the caller's queue pair is alive, `wr` heads a list of valid requests that is read during
     // the call only, and the memory they name stays registered and alive until their completions.
-    unsafe { rdma_sys::ibv_post_send(qp.as_ptr(), wr, &raw mut bad) }
+    unsafe { rdma_sys::ibv_post_send(qp.as_ptr(), wr, bad) }
 }
 
 /// `ibv_post_recv`: 0, or an errno value.

@@ -87,12 +87,14 @@ pub(crate) fn check_timeout(timeout: Option<Duration>) -> Result<()> {
 pub(crate) struct Waiter {
     mode: Wait,
     spin: SpinBudget,
+    /// Only messages that their sender marked, and failures, end a sleep.
+    pub(crate) solicited_only: bool,
 }
 
 impl Waiter {
     pub(crate) fn new(mode: Wait, spin: Duration) -> Waiter {
         let spin = if mode == Wait::Adaptive && processors() > 1 { spin } else { Duration::ZERO };
-        Waiter { mode, spin: SpinBudget::new(spin) }
+        Waiter { mode, spin: SpinBudget::new(spin), solicited_only: false }
     }
 
     /// Calls `progress` until it returns something, waiting between the calls as the mode says.
@@ -126,7 +128,7 @@ impl Waiter {
             }
         }
         loop {
-            cq.arm()?;
+            cq.arm_for(self.solicited_only)?;
             // What completed before it was armed gives no event.
             if let Some(done) = progress()? {
                 return Ok(done);

@@ -9,10 +9,10 @@ use rdmacm::verbs::{
 };
 
 /// The domains of the two ends: on two devices where there are two, so that packets cross a wire.
-pub struct Bench {
-    pub a: ProtectionDomain,
-    pub b: ProtectionDomain,
-    pub path: Path,
+pub(crate) struct Bench {
+    pub(crate) a: ProtectionDomain,
+    pub(crate) b: ProtectionDomain,
+    pub(crate) path: Path,
 }
 
 /// The bench, or `None` after saying that the test is skipped.
@@ -33,7 +33,7 @@ fn bench() -> Option<Bench> {
     Some(Bench { a, b, path })
 }
 
-pub fn gid(pd: &ProtectionDomain) -> verbs::GidEntry {
+pub(crate) fn gid(pd: &ProtectionDomain) -> verbs::GidEntry {
     let table = pd.context().gid_table().expect("the GID table");
     let v4 = |e: &&verbs::GidEntry| e.kind == GidType::RoceV2 && e.ipv4().is_some();
     *table.iter().find(v4).or(table.first()).expect("a GID")
@@ -45,11 +45,11 @@ fn end(endpoint: &Endpoint, pd: &ProtectionDomain, psn: u32) -> QueuePairEnd {
 }
 
 impl Bench {
-    pub fn pair(&self, options: &EndpointOptions) -> (Endpoint, Endpoint) {
+    pub(crate) fn pair(&self, options: &EndpointOptions) -> (Endpoint, Endpoint) {
         self.pair_of(options, options)
     }
 
-    pub fn pair_of(&self, options_a: &EndpointOptions, options_b: &EndpointOptions) -> (Endpoint, Endpoint) {
+    pub(crate) fn pair_of(&self, options_a: &EndpointOptions, options_b: &EndpointOptions) -> (Endpoint, Endpoint) {
         let make = |pd, options: &EndpointOptions| {
             let builder = verbs::EndpointBuilder::new(pd, options).expect("resources");
             builder.create(1, Access::REMOTE_ALL).expect("a queue pair")
@@ -69,7 +69,7 @@ impl Bench {
 }
 
 /// Runs a test that must end within two minutes.
-pub fn watched(test: impl FnOnce(Bench) + Send + 'static) {
+pub(crate) fn watched(test: impl FnOnce(Bench) + Send + 'static) {
     let Some(bench) = bench() else { return };
     let (done, wait) = mpsc::channel::<()>();
     let thread = thread::spawn(move || {
@@ -84,6 +84,6 @@ pub fn watched(test: impl FnOnce(Bench) + Send + 'static) {
     }
 }
 
-pub fn options() -> EndpointOptions {
+pub(crate) fn options() -> EndpointOptions {
     EndpointOptions::default()
 }

@@ -5,3 +5,4 @@
 mod basics;
 mod bench;
 mod posted;
+mod together;

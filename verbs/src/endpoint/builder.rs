@@ -11,6 +11,7 @@ use super::recv::RecvHalf;
 use super::send::{SendHalf, SendState};
 use super::shared::Shared;
 use crate::cq::{CompletionChannel, CompletionQueue};
+use crate::device::AtomicCap;
 use crate::error::{OsError, Result};
 use crate::mr::Access;
 use crate::pd::ProtectionDomain;
@@ -27,6 +28,7 @@ pub struct EndpointBuilder {
     options: EndpointOptions,
     inline: u32,
     max_message: usize,
+    atomics: bool,
     send_cq: CompletionQueue,
     recv_cq: CompletionQueue,
     send_slots: Arena,
@@ -54,6 +56,7 @@ impl EndpointBuilder {
         Ok(EndpointBuilder {
             inline: options.max_inline,
             max_message,
+            atomics: device.atomic_cap != AtomicCap::None,
             // Each outstanding request gives at most one completion, and none is forgotten before it came:
             // with these depths neither queue can overrun.
             send_cq: cq(options.send_depth + PROBES)?,
@@ -153,7 +156,7 @@ impl EndpointBuilder {
         for slot in 0..self.options.recv_depth {
             shared.post_recv(slot)?;
         }
-        let state = SendState::new(&self.options, self.send_slots, granted.max_inline, self.max_message);
+        let state = SendState::new(&self.options, self.send_slots, granted.max_inline, self.max_message, self.atomics);
         let send = SendHalf::new(shared.clone(), state, &self.options);
         let recv = RecvHalf::new(shared, &self.options);
         Ok(Endpoint::new(send, recv))

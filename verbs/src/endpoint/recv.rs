@@ -13,7 +13,7 @@ use crate::cq::{Completion, Completions};
 use crate::error::{Error, Opcode, Result, WorkError};
 use crate::pool::Arena;
 use crate::sys;
-use crate::wait::{Patience, Waiter, check_timeout};
+use crate::wait::{Patience, Wait, Waiter, check_timeout};
 
 /// The half of an [`Endpoint`](super::Endpoint) that receives.
 pub struct RecvHalf {
@@ -21,6 +21,7 @@ pub struct RecvHalf {
     ready: VecDeque<Message>,
     batch: Box<Completions>,
     waiter: Waiter,
+    spin: Duration,
     timeout: Option<Duration>,
     shared: Arc<Shared>,
 }
@@ -76,6 +77,7 @@ impl RecvHalf {
             ready: VecDeque::with_capacity(options.recv_depth as usize),
             batch: Box::default(),
             waiter: Waiter::new(options.wait, options.spin),
+            spin: options.spin,
             timeout: None,
             shared,
         }
@@ -90,6 +92,20 @@ impl RecvHalf {
         check_timeout(timeout)?;
         self.timeout = timeout;
         Ok(())
+    }
+
+    /// Changes how this half waits; at first as the option `wait`.
+    pub fn set_wait(&mut self, wait: Wait) {
+        let solicited_only = self.waiter.solicited_only;
+        self.waiter = Waiter::new(wait, self.spin);
+        self.waiter.solicited_only = solicited_only;
+    }
+
+    /// Has only messages that the peer marked ([`SendHalf::set_solicited`](super::SendHalf::set_solicited)) end a sleep, or
+    /// all of them, as at first. Others are received with the next look, so a receiver that waits for many messages
+    /// sleeps once.
+    pub fn set_solicited_only(&mut self, solicited_only: bool) {
+        self.waiter.solicited_only = solicited_only;
     }
 
     /// Waits for a message and copies it into `buf`. Returns its length, which may be 0.
@@ -198,7 +214,7 @@ impl RecvHalf {
     /// # Errors
     /// [`Error::Os`] and [`Error::Provider`] when the device or its driver fails, which ends the connection.
     pub fn arm(&mut self) -> Result<bool> {
-        let armed = self.shared.queue_pair().recv_cq().rearm();
+        let armed = self.shared.queue_pair().recv_cq().rearm(self.waiter.solicited_only);
         self.shared.settle(armed)?;
         if !self.ready.is_empty() {
             return Ok(false);

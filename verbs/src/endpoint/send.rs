@@ -1,10 +1,13 @@
 //! The sending half.
 
+mod atomic;
+mod batch;
 mod one_sided;
 mod pending;
 mod state;
 
 use std::fmt;
+use std::io::IoSlice;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,9 +18,10 @@ use crate::error::{Error, Opcode, Result};
 use crate::inflight::Table;
 use crate::pool::{BufferPool, SendBuf};
 use crate::sys::ibv_wr_opcode as Wr;
-use crate::wait::{Patience, Waiter, check_timeout};
+use crate::wait::{Patience, Wait, Waiter, check_timeout};
 use state::{Request, Resource};
 
+pub use batch::Batch;
 pub use pending::Ticket;
 pub(super) use state::SendState;
 
@@ -26,6 +30,7 @@ pub struct SendHalf {
     /// Taken when the half is dropped: the device may still use it.
     state: ManuallyDrop<SendState>,
     waiter: Waiter,
+    spin: Duration,
     timeout: Option<Duration>,
     shared: Arc<Shared>,
 }
@@ -35,6 +40,7 @@ impl SendHalf {
         SendHalf {
             state: ManuallyDrop::new(state),
             waiter: Waiter::new(options.wait, options.spin),
+            spin: options.spin,
             timeout: None,
             shared,
         }
@@ -52,6 +58,19 @@ impl SendHalf {
         check_timeout(timeout)?;
         self.timeout = timeout;
         Ok(())
+    }
+
+    /// Changes how this half waits; at first as the option `wait`.
+    pub fn set_wait(&mut self, wait: Wait) {
+        self.waiter = Waiter::new(wait, self.spin);
+    }
+
+    /// Has the messages and writes with an immediate value from now on marked as solicited, or not, which they are not
+    /// at first: they wake a peer that sleeps for those only ([`RecvHalf::set_solicited_only`]).
+    ///
+    /// [`RecvHalf::set_solicited_only`]: super::RecvHalf::set_solicited_only
+    pub fn set_solicited(&mut self, solicited: bool) {
+        self.state.solicit = if solicited { state::SOLICITED } else { 0 };
     }
 
     /// The largest message that can be sent, in bytes.
@@ -136,6 +155,31 @@ impl SendHalf {
         };
         let request = message(from, len, self.state.slots.lkey(), imm, inline, false);
         // SAFETY: inline data is read before the call returns; else it is the slot of the next place.
+        unsafe { self.state.post(&self.shared, request, || None) }
+    }
+
+    /// Sends the pieces as one message, copied one after the other. Waits while the queue is full.
+    ///
+    /// # Errors
+    /// Those of [`send`](Self::send).
+    pub fn send_vectored(&mut self, pieces: &[IoSlice<'_>]) -> Result<()> {
+        let limit = self.state.slots.size();
+        let len = pieces.iter().fold(0, |sum: usize, piece| sum.saturating_add(piece.len()));
+        if len > limit {
+            return Err(Error::TooLong { len, limit });
+        }
+        if !self.has_room() {
+            self.make_room_for(Wish::Default)?;
+        }
+        let slot = self.state.slots.slot(self.state.table.next_place()).as_ptr();
+        let mut at = 0;
+        for piece in pieces {
+            // SAFETY: the slot holds `len` bytes, the sum of all pieces; nobody else has it, as in `send`.
+            unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), slot.add(at), piece.len()) };
+            at += piece.len();
+        }
+        let request = message(slot.cast_const(), len, self.state.slots.lkey(), None, len <= self.state.inline, false);
+        // SAFETY: it is the slot of the next place.
         unsafe { self.state.post(&self.shared, request, || None) }
     }
 
@@ -341,6 +385,7 @@ fn message(from: *const u8, len: usize, lkey: u32, imm: Option<u32>, inline: boo
         remote: 0,
         rkey: 0,
         imm: imm.unwrap_or(0),
+        operands: [0; 2],
         inline,
         signal,
     }

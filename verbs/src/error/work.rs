@@ -68,6 +68,10 @@ pub enum Opcode {
     Flush = 5,
     /// The empty RDMA write that asks whether the peer still answers ([`Control::probe`](crate::Control::probe)).
     Probe = 6,
+    /// An atomic compare-and-swap.
+    CompareAndSwap = 7,
+    /// An atomic fetch-and-add.
+    FetchAndAdd = 8,
 }
 
 impl Opcode {
@@ -80,6 +84,8 @@ impl Opcode {
             4 => Opcode::Read,
             5 => Opcode::Flush,
             6 => Opcode::Probe,
+            7 => Opcode::CompareAndSwap,
+            8 => Opcode::FetchAndAdd,
             _ => return None,
         })
     }
@@ -94,6 +100,8 @@ impl fmt::Display for Opcode {
             Opcode::Read => "RDMA read",
             Opcode::Flush => "flush",
             Opcode::Probe => "keepalive probe",
+            Opcode::CompareAndSwap => "compare-and-swap",
+            Opcode::FetchAndAdd => "fetch-and-add",
         })
     }
 }

@@ -87,6 +87,28 @@ fn no_operation_allocates() {
                 assert!(send.is_done(first));
             });
         }
+        steady("atomics", || {
+            send.compare_and_swap(&target, 8, 0, 1).expect("done");
+            send.fetch_and_add(&target, 16, 1).expect("done");
+            let ticket = send.post_fetch_and_add(&local, 0, &target, 24, 1).expect("posted");
+            send.wait(ticket).expect("done");
+        });
+        steady("batches", || {
+            let mut batch = send.batch();
+            for _ in 0..4 {
+                batch.write(&local, 0..100, &target, 0, None).expect("added");
+                batch.send(b"with them").expect("added");
+            }
+            let ticket = batch.post().expect("posted");
+            send.wait(ticket).expect("done");
+            for _ in 0..4 {
+                recv.recv_buf().expect("received");
+            }
+        });
+        steady("send_vectored", || {
+            send.send_vectored(&[std::io::IoSlice::new(b"two"), std::io::IoSlice::new(b" parts")]).expect("sent");
+            assert_eq!(recv.recv_buf().expect("received")[..], *b"two parts");
+        });
         steady("flush", || {
             send.send(b"x").expect("sent");
             send.flush().expect("delivered");

@@ -1,6 +1,7 @@
 //! The data path over a stand-in for the C library and the device: allocations counted, faults on request.
 
 mod allocations;
+mod batches;
 mod device;
 mod faults;
 mod memory;

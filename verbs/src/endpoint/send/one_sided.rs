@@ -213,7 +213,7 @@ impl SendHalf {
         }
     }
 
-    fn want_room(&mut self, len: usize, count: u64) -> Result<()> {
+    pub(super) fn want_room(&mut self, len: usize, count: u64) -> Result<()> {
         self.state.reap(&self.shared)?;
         self.alive()?;
         let limit = self.state.table.limit();
@@ -223,19 +223,19 @@ impl SendHalf {
         if self.state.table.room() < count { Err(Error::WouldBlock) } else { Ok(()) }
     }
 
-    fn alive(&self) -> Result<()> {
+    pub(super) fn alive(&self) -> Result<()> {
         if self.shared.is_broken() { Err(self.shared.reason()) } else { Ok(()) }
     }
 }
 
 /// A checked one-sided operation.
 #[derive(Clone, Copy)]
-struct Transfer<'a> {
+pub(super) struct Transfer<'a> {
     kind: Opcode,
     op: Wr::Type,
-    local: &'a MemoryRegion,
+    pub(super) local: &'a MemoryRegion,
     start: usize,
-    len: usize,
+    pub(super) len: usize,
     remote: u64,
     rkey: u32,
     imm: Option<u32>,
@@ -243,7 +243,7 @@ struct Transfer<'a> {
 
 impl<'a> Transfer<'a> {
     #[inline(always)]
-    fn write(
+    pub(super) fn write(
         half: &SendHalf,
         local: &'a MemoryRegion,
         range: Range<usize>,
@@ -270,7 +270,7 @@ impl<'a> Transfer<'a> {
     }
 
     #[inline(always)]
-    fn read(
+    pub(super) fn read(
         half: &SendHalf,
         local: &'a MemoryRegion,
         range: Range<usize>,
@@ -294,14 +294,14 @@ impl<'a> Transfer<'a> {
     }
 
     #[inline]
-    fn is_nothing(&self) -> bool {
+    pub(super) fn is_nothing(&self) -> bool {
         self.len == 0 && self.imm.is_none()
     }
 
     /// The request for `len` bytes after the first `done`. If these are the last ones, its end is told if `signal`, and the
     /// peer is told the immediate value.
     #[inline(always)]
-    fn request(&self, state: &SendState, done: usize, len: usize, signal: bool) -> Request {
+    pub(super) fn request(&self, state: &SendState, done: usize, len: usize, signal: bool) -> Request {
         let last = done + len == self.len;
         let (op, imm) = match self.imm {
             Some(imm) if last => (Wr::IBV_WR_RDMA_WRITE_WITH_IMM, imm),
@@ -316,6 +316,7 @@ impl<'a> Transfer<'a> {
             remote: self.remote + done as u64,
             rkey: self.rkey,
             imm,
+            operands: [0; 2],
             inline: len <= state.inline && self.kind == Opcode::Write,
             signal: signal && last,
         }
@@ -324,7 +325,7 @@ impl<'a> Transfer<'a> {
 
 impl SendHalf {
     #[inline(always)]
-    fn local_range(&self, local: &MemoryRegion, range: Range<usize>) -> Result<(usize, usize)> {
+    pub(super) fn local_range(&self, local: &MemoryRegion, range: Range<usize>) -> Result<(usize, usize)> {
         if local.domain() != self.state.domain {
             return Err(foreign());
         }

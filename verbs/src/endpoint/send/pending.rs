@@ -136,7 +136,7 @@ impl SendHalf {
     /// # Errors
     /// [`Error::Os`] and [`Error::Provider`] when the device or its driver fails, which ends the connection.
     pub fn arm(&mut self) -> Result<bool> {
-        let armed = self.shared.queue_pair().send_cq().rearm();
+        let armed = self.shared.queue_pair().send_cq().rearm(false);
         self.shared.settle(armed)?;
         let ended = self.try_progress()?;
         Ok(ended == 0 && !self.shared.is_broken())

@@ -24,9 +24,15 @@ pub(in super::super) struct SendState {
     failed_from: Option<u64>,
     batch: Box<Completions>,
     prepared: Box<Prepared>,
+    /// The flag of solicited messages, if they are to have it.
+    pub(super) solicit: u32,
+    /// Whether the device has atomic operations.
+    pub(super) atomics: bool,
+    /// Made with the first batch.
+    pub(super) batch_room: Option<Box<super::batch::Room>>,
     /// The domain of the queue pair, to be compared only.
     pub(super) domain: NonNull<sys::ibv_pd>,
-    signal_interval: u64,
+    pub(super) signal_interval: u64,
     /// Whether the end of each posted operation is told, though messages share completions.
     pub(super) tell_all: bool,
     /// Bytes that fit into a request, as granted.
@@ -50,9 +56,40 @@ pub(super) enum Resource {
 }
 
 /// A request in C's form: each one posted changes only what differs.
-struct Prepared {
-    wr: sys::ibv_send_wr,
-    sge: sys::ibv_sge,
+pub(super) struct Prepared {
+    pub(super) wr: sys::ibv_send_wr,
+    pub(super) sge: sys::ibv_sge,
+}
+
+impl Prepared {
+    pub(super) fn new() -> Prepared {
+        Prepared { wr: sys::zeroed_send_wr(), sge: sys::ibv_sge { addr: 0, length: 0, lkey: 0 } }
+    }
+
+    /// Writes a request, all but its successor.
+    #[inline(always)]
+    pub(super) fn fill(&mut self, request: &Request, seq: u64, signalled: bool, solicit: u32) {
+        let Prepared { wr, sge } = self;
+        *sge = sys::ibv_sge { addr: request.addr, length: request.len as u32, lkey: request.lkey };
+        wr.wr_id = inflight::wr_id(seq, request.kind);
+        wr.sg_list = sge;
+        // A length of 0 in an element means 2^31 to some devices.
+        wr.num_sge = i32::from(request.len != 0);
+        wr.opcode = request.op;
+        wr.send_flags = u32::from(request.inline) * INLINE + u32::from(signalled) * SIGNALED;
+        if !matches!(request.op, Wr::IBV_WR_RDMA_WRITE | Wr::IBV_WR_RDMA_READ) {
+            wr.send_flags |= solicit;
+        }
+        wr.imm_data_invalidated_rkey_union.imm_data = request.imm.to_be();
+        match request.kind {
+            Opcode::Send => {}
+            Opcode::CompareAndSwap | Opcode::FetchAndAdd => {
+                let [compare_add, swap] = request.operands;
+                wr.wr.atomic = sys::atomic_t { remote_addr: request.remote, compare_add, swap, rkey: request.rkey };
+            }
+            _ => wr.wr.rdma = sys::rdma_t { remote_addr: request.remote, rkey: request.rkey },
+        }
+    }
 }
 
 // SAFETY: its pointers are written anew for each call that reads them.
@@ -62,6 +99,7 @@ unsafe impl Send for Prepared {}
 unsafe impl Send for SendState {}
 
 /// One request to be posted.
+#[derive(Clone, Copy)]
 pub(super) struct Request {
     pub(super) kind: Opcode,
     pub(super) op: Wr::Type,
@@ -74,23 +112,31 @@ pub(super) struct Request {
     pub(super) rkey: u32,
     /// For the kinds with an immediate value: the value, in host byte order.
     pub(super) imm: u32,
+    /// Of an atomic operation: what is compared or added, and what is swapped in.
+    pub(super) operands: [u64; 2],
     pub(super) inline: bool,
     /// Whether its completion must be told; others are told now and then.
     pub(super) signal: bool,
 }
 
 impl SendState {
-    pub(in super::super) fn new(options: &EndpointOptions, slots: Arena, inline: u32, max_message: usize) -> SendState {
+    pub(in super::super) fn new(
+        options: &EndpointOptions,
+        slots: Arena,
+        inline: u32,
+        max_message: usize,
+        atomics: bool,
+    ) -> SendState {
         let table = Table::new(options.send_depth);
         assert!(slots.count() >= table.places(), "a slot for each place in the table");
         SendState {
             table,
             failed_from: None,
             batch: Box::default(),
-            prepared: Box::new(Prepared {
-                wr: sys::zeroed_send_wr(),
-                sge: sys::ibv_sge { addr: 0, length: 0, lkey: 0 },
-            }),
+            prepared: Box::new(Prepared::new()),
+            solicit: 0,
+            atomics,
+            batch_room: None,
             signal_interval: options.signal_interval(),
             tell_all: options.signal_every == 0,
             inline: inline as usize,
@@ -121,21 +167,12 @@ impl SendState {
         request: Request,
         hold: impl FnOnce() -> Option<Resource>,
     ) -> Result<()> {
-        let (table, Prepared { wr, sge }) = (&mut self.table, &mut *self.prepared);
+        let table = &mut self.table;
         let signalled = request.signal || table.unsignalled_tail() + 1 >= self.signal_interval;
-        *sge = sys::ibv_sge { addr: request.addr, length: request.len as u32, lkey: request.lkey };
-        wr.wr_id = inflight::wr_id(table.next_seq(), request.kind);
-        wr.sg_list = sge;
-        // A length of 0 in an element means 2^31 to some devices.
-        wr.num_sge = i32::from(request.len != 0);
-        wr.opcode = request.op;
-        wr.send_flags = u32::from(request.inline) * INLINE + u32::from(signalled) * SIGNALED;
-        wr.imm_data_invalidated_rkey_union.imm_data = request.imm.to_be();
-        if !matches!(request.kind, Opcode::Send) {
-            wr.wr.rdma = sys::rdma_t { remote_addr: request.remote, rkey: request.rkey };
-        }
-        // SAFETY: as the caller says; `wr` and `sge` live through the call, and `wr.next` is null.
-        let rc = unsafe { shared.queue_pair().post_send(wr) };
+        let prepared = &mut *self.prepared;
+        prepared.fill(&request, table.next_seq(), signalled, self.solicit);
+        // SAFETY: as the caller says; `prepared` lives through the call, and its `next` is null.
+        let rc = unsafe { shared.queue_pair().post_send(&mut prepared.wr) };
         if rc != 0 {
             return Err(refused(shared, rc));
         }
@@ -258,6 +295,7 @@ impl SendState {
     }
 }
 
+pub(super) const SOLICITED: u32 = sys::ibv_send_flags::IBV_SEND_SOLICITED.0;
 const INLINE: u32 = sys::ibv_send_flags::IBV_SEND_INLINE.0;
 const SIGNALED: u32 = sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
 
@@ -272,7 +310,7 @@ fn unknown(shared: &Shared, wr_id: u64) {
 }
 
 #[cold]
-fn refused(shared: &Shared, rc: i32) -> Error {
+pub(super) fn refused(shared: &Shared, rc: i32) -> Error {
     if shared.is_broken() {
         return shared.reason();
     }
