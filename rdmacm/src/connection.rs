@@ -1,5 +1,7 @@
 //! An established connection.
 
+mod more;
+
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Range;
