@@ -19,6 +19,7 @@
 pub mod child;
 pub mod faults;
 pub mod leaks;
+mod logger;
 pub mod network;
 pub mod process;
 pub mod watchdog;
@@ -51,6 +52,7 @@ pub struct Lab {
 /// If there is none in the test machine.
 #[must_use]
 pub fn lab(seconds: u64) -> Option<Lab> {
+    logger::start();
     let Some(network) = Network::find() else {
         assert!(!in_test_machine(), "no RDMA device in the test machine");
         println!("SKIP: no RDMA device");
