@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 use rdmacm::{Connection, Connector, Error, ListenerBuilder, Manager, verbs};
 use rdmacm_tests::{Family, Faults, lab, rounds, timed};
 
-const CONNECTIONS: usize = 64;
-
 /// Echoes until the connection ends, and says when it did and why.
 fn echo(mut connection: Connection) -> (Instant, Error) {
     loop {
@@ -33,6 +31,9 @@ fn ask(mut connection: Connection) -> (Instant, Error) {
 fn a_removed_device_ends_every_call_and_a_listener_serves_when_it_is_back() -> Result<(), Error> {
     let Some(lab) = lab(600) else { return Ok(()) };
     let Some(faults) = Faults::available() else { return Ok(()) };
+    let connections = rounds(8, 64);
+    // The long run has its machine to itself.
+    let soon = Duration::from_secs(if connections == 64 { 1 } else { 3 });
     let server = lab.server(Family::V4);
     let manager = Manager::new()?;
     // A wildcard listener is bound to no device.
@@ -41,7 +42,7 @@ fn a_removed_device_ends_every_call_and_a_listener_serves_when_it_is_back() -> R
         let established = AtomicUsize::new(0);
         thread::scope(|scope| {
             let mut ends = Vec::new();
-            for _ in 0..CONNECTIONS {
+            for _ in 0..connections {
                 let client = {
                     let manager = &manager;
                     scope.spawn(move || Connector::new().manager(manager).connect(server))
@@ -57,10 +58,12 @@ fn a_removed_device_ends_every_call_and_a_listener_serves_when_it_is_back() -> R
             let start = Instant::now();
             let took = faults.remove_device("rxe1", Duration::from_secs(10));
             assert!(took < Duration::from_secs(5), "round {round}: the removal took {took:?}");
+            let mut latest = Duration::ZERO;
             for (who, end) in ends {
                 let (when, error) = end.join().expect("no panic");
                 let late = when.duration_since(start);
-                assert!(late < Duration::from_secs(1), "round {round}: the {who} noticed after {late:?}: {error}");
+                assert!(late < soon, "round {round}: the {who} noticed after {late:?}: {error}");
+                latest = latest.max(late);
                 if who == "server" {
                     assert!(
                         matches!(error, Error::Verbs(verbs::Error::Closed(verbs::CloseReason::DeviceRemoved))),
@@ -68,9 +71,9 @@ fn a_removed_device_ends_every_call_and_a_listener_serves_when_it_is_back() -> R
                     );
                 }
             }
-            println!("round {round}: removed in {took:?}");
+            println!("round {round}: removed in {took:?}, noticed after at most {latest:?}");
         });
-        assert_eq!(established.into_inner(), CONNECTIONS);
+        assert_eq!(established.into_inner(), connections);
 
         // No device for the address: refused, not a hang.
         let (outcome, took) =
