@@ -5,12 +5,18 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use verbs::{Batch, MemoryRegion, Notification, RecvBuf, RemoteRegion, Ticket, Wait};
+use verbs::{Batch, MemoryRegion, Notification, QueuePair, RecvBuf, RemoteRegion, Ticket, Wait};
 
 use super::{Connection, RecvHalf, SendHalf};
 use crate::error::Result;
 
 impl Connection {
+    /// The queue pair, for queries of its state and attributes.
+    #[must_use]
+    pub fn queue_pair(&self) -> &QueuePair {
+        self.link().control.queue_pair()
+    }
+
     /// The half that sends, for what is not offered here.
     pub fn sender(&mut self) -> &mut SendHalf {
         &mut self.send
