@@ -117,7 +117,7 @@ const MESSAGE: usize = 16;
 
 /// What both ends ask of a connection: short messages, and never more than a few of them under way.
 fn connection_options() -> ConnectionOptions {
-    ConnectionOptions::new().endpoint(EndpointOptions::default().message_size(MESSAGE).send_depth(4).recv_depth(4))
+    ConnectionOptions::new().endpoint(EndpointOptions::default().message_size(MESSAGE).send_depth(8).recv_depth(4))
 }
 
 /// Encodes where a buffer is.
@@ -318,8 +318,10 @@ fn serve_pings(options: &Options, connection: &mut Connection, buffer: &MemoryRe
         let sink = receive_offer(options, connection)?;
         // The client's memory has the data before the message that follows the write arrives, and the client's next
         // message says that it has: there is nothing to wait for here.
-        connection.write(buffer, 0..length, &sink, 0)?;
-        connection.send(&go_ahead)?;
+        let mut answer = connection.sender().batch();
+        answer.write(buffer, 0..length, &sink, 0, None)?;
+        answer.send(&go_ahead)?;
+        answer.post()?;
     }
 }
 
