@@ -63,6 +63,17 @@
 //! * A [`MemoryRegion`] is deregistered with its last clone; operations that still use it hold one.
 //! * A [`Manager`]'s thread ends with the last of all these.
 //!
+//! # When the device goes away, and after a fork
+//!
+//! A removed device ends every connection on it with [`CloseReason::DeviceRemoved`]. When the program has dropped what it had
+//! on the device, librdmacm is made to close it, so that the kernel's removal (`rdma link delete`) can finish; Soft-RoCE and
+//! Soft-iWARP wait for that. Not if it was the last device: librdmacm then keeps it open until the process ends. A listener
+//! on `0.0.0.0` or `[::]` outlives its devices and serves again when one comes back; one on a device's own address ends
+//! with it.
+//!
+//! A child that was forked after RDMA was set up gets [`Error::Forked`]; nothing that it does or drops touches what is its
+//! parent's. Fork before the first use, or exec.
+//!
 //! # Why safe code cannot corrupt memory
 //!
 //! The argument has one half in [`verbs`] (buffers and memory; see its documentation) and one here:
