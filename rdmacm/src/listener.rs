@@ -167,7 +167,8 @@ impl ListenerBuilder {
 /// Listens for connections, like `std::net::TcpListener`.
 ///
 /// Requests are fetched as they arrive and wait in a queue of this library ([`ListenerBuilder::backlog`]); any number of
-/// threads may take them. Dropping the listener refuses those that wait.
+/// threads may take them. Dropping the listener refuses those that wait. A waiting request holds no memory of this process; an
+/// accepted one holds what its endpoint registers ([`EndpointOptions`](crate::EndpointOptions): 512 KiB by default).
 ///
 /// ```no_run
 /// use rdmacm::Listener;
@@ -233,6 +234,8 @@ impl Drop for Listener {
                 break;
             }
         }
+        // What was begun for clients that nobody will take any more.
+        self.acceptor.handshakes.give_up();
         // The waiting clients are refused now, not when their time in the queue is over.
         while let Ok(request) = self.acceptor.requests.try_recv() {
             drop(request::guard(&request, self.acceptor.manager.mailbox()));
@@ -449,6 +452,11 @@ impl Handshakes {
 
     fn len(&self) -> usize {
         self.lock().len()
+    }
+
+    fn give_up(&self) {
+        let pending = std::mem::take(&mut *self.lock());
+        drop(pending);
     }
 
     /// Each change is one insertion or removal, so the map is whole whatever a panicking thread did.
