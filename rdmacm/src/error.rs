@@ -265,6 +265,8 @@ impl Error {
         use proto::{Event, Failure};
         let peer = context.peer;
         match failure {
+            // Whatever reason the client's kernel gives when the client ends in the middle.
+            Failure::Event(Event::Rejected, _) if context.passive => Self::Aborted { peer },
             Failure::Event(Event::Rejected, status) => rejected(peer, status, context.private_data),
             Failure::Event(Event::DeviceRemoval, _) => Self::DeviceRemoved,
             Failure::Event(Event::Disconnected | Event::ConnectResponse, _) => Self::Aborted { peer },
@@ -298,6 +300,8 @@ impl Error {
 #[derive(Debug)]
 pub(crate) struct FailureContext<'a> {
     pub(crate) peer: SocketAddr,
+    /// This side accepts.
+    pub(crate) passive: bool,
     /// The time that the whole set-up was given.
     pub(crate) after: Duration,
     /// errno as `rdma_get_cm_event` left it, for events whose status is -1.
@@ -559,6 +563,7 @@ mod tests {
     fn context(private_data: &PrivateData) -> FailureContext<'_> {
         FailureContext {
             peer: "10.1.2.3:7471".parse().expect("a literal address"),
+            passive: false,
             after: Duration::from_secs(1),
             errno: Errno::EACCES,
             private_data,
@@ -595,6 +600,16 @@ mod tests {
         check(Failure::Call(Call::Accept, 22), Kind::ConnectionAborted, "gave up");
         check(Failure::Deadline(Step::Connect), Kind::TimedOut, "after 1s waiting for the peer to accept");
         check(Failure::Cancelled, Kind::Interrupted, "cancelled");
+    }
+
+    #[test]
+    fn a_client_that_ends_in_the_middle_gave_up_whatever_its_kernel_says() {
+        let none = PrivateData::default();
+        for reason in [4, 8, 28, -104] {
+            let context = FailureContext { passive: true, ..context(&none) };
+            let error = Error::from_failure(Failure::Event(Event::Rejected, reason), &context);
+            assert!(matches!(error, Error::Aborted { .. }), "{error:?}");
+        }
     }
 
     #[test]

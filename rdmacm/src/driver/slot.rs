@@ -386,6 +386,7 @@ impl ConnectionSlot {
             failure,
             &FailureContext {
                 peer: self.peer,
+                passive: matches!(self.role, Role::Passive(_)),
                 after: self.deadline.saturating_duration_since(self.started),
                 errno,
                 private_data: &private_data,
