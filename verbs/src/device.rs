@@ -5,7 +5,7 @@ mod attributes;
 use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use nix::errno::Errno;
 
@@ -79,7 +79,7 @@ impl Device {
         sys::watch_forks();
         // SAFETY: the device lives as long as `self.list`.
         let raw = unsafe { sys::open_device(self.raw) }.map_err(|errno| OsError::new("ibv_open_device", errno))?;
-        Ok(Context { inner: Arc::new(ContextInner { raw, opened_here: true, keep: Some(self.list.clone()) }) })
+        Ok(Context { inner: Arc::new(ContextInner::new(raw, true, self.list.clone())) })
     }
 }
 
@@ -116,10 +116,18 @@ pub struct Context {
     inner: Arc<ContextInner>,
 }
 
+/// What is asked of a device once.
+struct Constants {
+    attributes: DeviceAttributes,
+    max_message: usize,
+}
+
 struct ContextInner {
     raw: NonNull<sys::ibv_context>,
     /// Whether closing it is our business.
     opened_here: bool,
+    /// What does not change while the device lives: each connection asks for it.
+    constants: OnceLock<Constants>,
     /// Dropped last, after the context was closed: what the pointer depends on.
     keep: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -129,6 +137,12 @@ struct ContextInner {
 unsafe impl Send for ContextInner {}
 // SAFETY: as above.
 unsafe impl Sync for ContextInner {}
+
+impl ContextInner {
+    fn new(raw: NonNull<sys::ibv_context>, opened_here: bool, keep: Arc<dyn Any + Send + Sync>) -> ContextInner {
+        ContextInner { raw, opened_here, constants: OnceLock::new(), keep: Some(keep) }
+    }
+}
 
 impl Drop for ContextInner {
     fn drop(&mut self) {
@@ -153,7 +167,7 @@ impl Context {
     pub unsafe fn from_raw(raw: *mut sys::ibv_context, keep: Arc<dyn Any + Send + Sync>) -> Context {
         let raw = NonNull::new(raw).expect("an open context is not null");
         sys::watch_forks();
-        Context { inner: Arc::new(ContextInner { raw, opened_here: false, keep: Some(keep) }) }
+        Context { inner: Arc::new(ContextInner::new(raw, false, keep)) }
     }
 
     /// The C object, alive as long as this handle or a clone.
@@ -190,15 +204,39 @@ impl Context {
         }
     }
 
-    /// The limits and abilities of the device (`ibv_query_device`).
+    /// The limits and abilities of the device, asked for once (`ibv_query_device`).
     ///
     /// # Errors
     /// [`Error::Os`](crate::Error::Os), for instance when the device is gone.
     #[doc(alias = "ibv_query_device")]
     pub fn attributes(&self) -> Result<DeviceAttributes> {
+        Ok(self.constants()?.attributes.clone())
+    }
+
+    /// The largest message that all ports of the device carry, in bytes.
+    pub(crate) fn max_message(&self) -> Result<usize> {
+        Ok(self.constants()?.max_message)
+    }
+
+    fn constants(&self) -> Result<&Constants> {
+        if let Some(constants) = self.inner.constants.get() {
+            return Ok(constants);
+        }
         // SAFETY: the context is alive.
         let raw = unsafe { sys::query_device(self.raw()) }.map_err(|errno| OsError::new("ibv_query_device", errno))?;
-        Ok(DeviceAttributes::from_raw(&raw))
+        let attributes = DeviceAttributes::from_raw(&raw);
+        let mut max_message = usize::MAX;
+        for port in 1..=attributes.ports {
+            // Ports that are not there report none.
+            match self.port(port)?.max_message {
+                0 => {}
+                bytes => max_message = max_message.min(bytes),
+            }
+        }
+        if max_message == usize::MAX {
+            max_message = 1 << 30;
+        }
+        Ok(self.inner.constants.get_or_init(|| Constants { attributes, max_message }))
     }
 
     /// The state of a port, counted from 1 (`ibv_query_port`).

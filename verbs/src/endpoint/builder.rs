@@ -6,7 +6,7 @@ use std::sync::Arc;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::Endpoint;
-use super::options::{self, EndpointOptions, PROBES};
+use super::options::{EndpointOptions, PROBES};
 use super::recv::RecvHalf;
 use super::send::{SendHalf, SendState};
 use super::shared::Shared;
@@ -48,8 +48,7 @@ impl EndpointBuilder {
     pub fn new(pd: &ProtectionDomain, options: &EndpointOptions) -> Result<EndpointBuilder> {
         let context = pd.context();
         let device = context.attributes()?;
-        let ports = (1..=device.ports).map(|n| context.port(n)).collect::<Result<Vec<_>>>()?;
-        let max_message = options::max_message(&ports);
+        let max_message = context.max_message()?;
         options.check(&device, max_message)?;
         let cq =
             |depth| CompletionQueue::with_limit(context, depth, device.max_cqe, Some(CompletionChannel::new(context)?));

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::device::{DeviceAttributes, PortAttributes};
+use crate::device::DeviceAttributes;
 use crate::error::{Error, LimitError, Result};
 use crate::wait::Wait;
 
@@ -122,11 +122,6 @@ impl EndpointOptions {
 
 /// Places kept free in the send queue and its completion queue: for [`Control::probe`](super::Control::probe).
 pub(super) const PROBES: u32 = 1;
-
-/// The largest message that all active ports carry, in bytes.
-pub(super) fn max_message<'a>(ports: impl IntoIterator<Item = &'a PortAttributes>) -> usize {
-    ports.into_iter().map(|port| port.max_message).filter(|&bytes| bytes > 0).min().unwrap_or(1 << 30)
-}
 
 #[cfg(test)]
 mod tests {
