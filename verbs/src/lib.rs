@@ -107,7 +107,7 @@ pub use endpoint::{
     Ticket,
 };
 pub use error::{CloseReason, Error, LimitError, Opcode, OsError, Result, WorkError, WorkStatus};
-pub use mr::{Access, MemoryRegion};
+pub use mr::{Access, MemoryRegion, RegionBuilder};
 pub use pd::ProtectionDomain;
 pub use pool::{BufferPool, SendBuf};
 pub use qp::{Path, QueuePair, QueuePairAttributes, QueuePairCaps, QueuePairEnd, QueuePairState};

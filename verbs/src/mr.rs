@@ -1,16 +1,24 @@
-//! Memory regions: owned, registered pages that devices and peers may reach.
+//! Memory regions: registered memory that devices and peers may reach.
+
+mod builder;
 
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+use nix::errno::Errno;
 
 use crate::error::{Error, OsError, Result};
 use crate::pages::{self, Pages};
 use crate::pd::ProtectionDomain;
 use crate::remote::RemoteRegion;
 use crate::sys;
+
+pub use builder::RegionBuilder;
 
 bitflags::bitflags! {
     /// What may be done with a region, beside the device reading it for sends, which is always allowed.
@@ -26,6 +34,8 @@ bitflags::bitflags! {
         const REMOTE_ATOMIC = 8;
         /// Memory windows may be bound to it.
         const MW_BIND = 16;
+        /// The pages are not pinned but brought in when they are needed, by devices with on-demand paging.
+        const ON_DEMAND = 64;
         /// The device may reorder its accesses; it ignores this if it cannot.
         const RELAXED_ORDERING = 1 << 20;
     }
@@ -53,15 +63,18 @@ impl Access {
     }
 }
 
-/// Registered pages: the C region and the memory under it.
+/// A registered region: the C object and the memory under it.
 ///
-/// The pages are unmapped only when deregistration succeeded. If it fails, the device may still reach them,
-/// so they are leaked.
+/// The memory is released only when deregistration succeeded. If it fails, the device may still reach it, so it is
+/// leaked.
 pub(crate) struct Registered {
     raw: NonNull<sys::ibv_mr>,
     /// `None` only while being dropped.
-    pages: Option<Pages>,
+    backing: Option<Backing>,
+    /// Where this process sees it; dangling for memory that it does not see.
     addr: NonNull<u8>,
+    /// Where the device sees it.
+    device_addr: u64,
     len: usize,
     lkey: u32,
     rkey: u32,
@@ -71,24 +84,87 @@ pub(crate) struct Registered {
     pd: ProtectionDomain,
 }
 
-// SAFETY: the C object may be used from any thread; the pages are accessed by the owners under the rules
-// written there, and nothing here gives out references to them.
+// SAFETY: the C object may be used from any thread; the memory is accessed by the owners under the rules
+// written there, and nothing here gives out references to it.
 unsafe impl Send for Registered {}
 // SAFETY: as above.
 unsafe impl Sync for Registered {}
+
+/// The memory under a region.
+enum Backing {
+    /// Mapped by us.
+    Pages(#[expect(dead_code, reason = "held, not read")] Pages),
+    /// A vector of the program's, taken apart: address, length and capacity.
+    Vector(NonNull<u8>, usize, usize),
+    /// Somebody else sees to it that it lives.
+    Elsewhere,
+}
+
+impl Backing {
+    fn vector(bytes: Vec<u8>) -> Backing {
+        let mut bytes = ManuallyDrop::new(bytes);
+        let (len, capacity) = (bytes.len(), bytes.capacity());
+        Backing::Vector(NonNull::new(bytes.as_mut_ptr()).expect("a vector's pointer is never null"), len, capacity)
+    }
+
+    /// The vector, if it is one.
+    fn into_vector(self) -> Option<Vec<u8>> {
+        match self {
+            // SAFETY: the parts of a vector, taken apart once in `vector` and put together once, here.
+            Backing::Vector(at, len, capacity) => Some(unsafe { Vec::from_raw_parts(at.as_ptr(), len, capacity) }),
+            Backing::Pages(_) | Backing::Elsewhere => None,
+        }
+    }
+}
 
 impl Registered {
     /// Maps and registers `len` zeroed bytes.
     pub(crate) fn new(pd: &ProtectionDomain, len: NonZeroUsize, access: Access) -> Result<Registered> {
         let pages = Pages::new(len)?;
         let addr = pages.addr();
-        // SAFETY: the domain is alive; the pages stay mapped until the region is deregistered (see `Drop`).
-        let raw = unsafe { sys::reg_mr(pd.raw(), addr, len.get(), access.bits()) }
-            .map_err(|errno| OsError::pinning("ibv_reg_mr", errno, len.get()))?;
+        // SAFETY: the pages stay mapped until the region is deregistered.
+        unsafe { Registered::register(pd, addr, len.get(), None, access, Backing::Pages(pages)) }.map_err(|(e, _)| e)
+    }
+
+    /// Registers memory that exists; on failure it comes back.
+    ///
+    /// # Safety
+    /// There are `len` bytes at `addr`, and until `backing` is dropped they stay and are accessed by the rules of regions
+    /// only.
+    unsafe fn register(
+        pd: &ProtectionDomain,
+        addr: NonNull<u8>,
+        len: usize,
+        iova: Option<u64>,
+        access: Access,
+        backing: Backing,
+    ) -> Result<Registered, (Error, Backing)> {
+        // SAFETY: the domain is alive; the memory stays as the caller says (see `Drop`).
+        let raw = unsafe {
+            match iova {
+                None => sys::reg_mr(pd.raw(), addr, len, access.bits()),
+                Some(iova) => sys::reg_mr_iova(pd.raw(), addr, len, iova, access.bits()),
+            }
+        };
+        let device_addr = iova.unwrap_or(addr.as_ptr().expose_provenance() as u64);
+        match raw {
+            Ok(raw) => Ok(Registered::adopt(pd, raw, addr, device_addr, len, backing)),
+            Err(errno) => Err((refused("ibv_reg_mr", errno, len, access), backing)),
+        }
+    }
+
+    fn adopt(
+        pd: &ProtectionDomain,
+        raw: NonNull<sys::ibv_mr>,
+        addr: NonNull<u8>,
+        device_addr: u64,
+        len: usize,
+        backing: Backing,
+    ) -> Registered {
         // SAFETY: a live region; both keys are constant.
         let (lkey, rkey) = unsafe { ((*raw.as_ptr()).lkey, (*raw.as_ptr()).rkey) };
         let domain = pd.raw();
-        Ok(Registered { raw, pages: Some(pages), addr, len: len.get(), lkey, rkey, domain, pd: pd.clone() })
+        Registered { raw, backing: Some(backing), addr, device_addr, len, lkey, rkey, domain, pd: pd.clone() }
     }
 
     #[inline]
@@ -111,41 +187,62 @@ impl Registered {
         &self.pd
     }
 
-    /// Deregisters and gives the bytes back.
-    fn into_bytes(mut self) -> Vec<u8> {
-        let mut bytes = vec![0; self.len];
-        let pages = self.pages.take().expect("pages are there until the region is dropped");
+    /// Deregisters and gives the bytes back: the vector that was given, or a copy.
+    fn into_bytes(mut self, visible: bool) -> Vec<u8> {
+        let backing = self.backing.take().expect("the backing is there until the region is dropped");
         // SAFETY: the last owner deregisters once; afterwards (or if it fails) nothing uses `raw`.
         let deregistered = unsafe { sys::dereg_mr(self.raw) };
-        // SAFETY: the pages are mapped for `len` bytes; the copy tolerates a device that still writes,
-        // which can only be if deregistration failed.
-        unsafe { pages::copy_out(self.addr, bytes.as_mut_ptr(), self.len) };
-        Self::release(deregistered, pages);
-        bytes
+        let copy = || {
+            let mut bytes = vec![0; if visible { self.len } else { 0 }];
+            // SAFETY: this process sees `len` bytes there, or none are copied; the copy tolerates a device that still
+            // writes, which can only be if deregistration failed.
+            unsafe { pages::copy_out(self.addr, bytes.as_mut_ptr(), bytes.len()) };
+            bytes
+        };
+        match (deregistered, backing) {
+            (Ok(()), backing @ Backing::Vector(..)) => backing.into_vector().expect("a vector"),
+            (deregistered, backing) => {
+                let bytes = copy();
+                Self::release(deregistered, backing);
+                bytes
+            }
+        }
     }
 
-    fn release(deregistered: sys::Result<()>, pages: Pages) {
+    fn release(deregistered: sys::Result<()>, backing: Backing) {
         if let Err(errno) = deregistered {
-            log::warn!("ibv_dereg_mr: {errno}; its pages are leaked, since the device may still use them");
-            pages.leak();
+            log::warn!("ibv_dereg_mr: {errno}; its memory is leaked, since the device may still use it");
+            std::mem::forget(backing);
+        } else {
+            // A vector is put together to be freed; pages unmap themselves.
+            drop(backing.into_vector());
         }
     }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        if let Some(pages) = self.pages.take() {
-            // SAFETY: registered by us, deregistered once (`into_bytes` takes the pages first).
-            Self::release(unsafe { sys::dereg_mr(self.raw) }, pages);
+        if let Some(backing) = self.backing.take() {
+            // SAFETY: registered by us, deregistered once (`into_bytes` takes the backing first).
+            Self::release(unsafe { sys::dereg_mr(self.raw) }, backing);
         }
     }
+}
+
+/// Why a registration failed, as far as it is known.
+fn refused(call: &'static str, errno: Errno, len: usize, access: Access) -> Error {
+    if access.contains(Access::ON_DEMAND) && matches!(errno, Errno::EOPNOTSUPP | Errno::EINVAL) {
+        return Error::Unsupported("on-demand paging: the device has it not");
+    }
+    OsError::pinning(call, errno, len).into()
 }
 
 /// A registered region of memory that peers may reach as far as its [`Access`] allows.
 ///
 /// Clones share it, also between threads and connections of the same [`ProtectionDomain`]. An operation in
 /// flight holds a clone, so the memory outlives it, whatever the program drops. The pages are owned, zeroed at
-/// first, and page-aligned; they are unmapped only after deregistration.
+/// first, and page-aligned; they are unmapped only after deregistration. [`builder`](Self::builder) has other kinds of
+/// memory.
 ///
 /// The contents may change at any time, by a peer, the device or another thread. There is therefore no way to
 /// borrow them: [`read_at`](Self::read_at) and [`write_at`](Self::write_at) copy,
@@ -159,6 +256,19 @@ pub struct MemoryRegion {
 struct MrInner {
     registered: Registered,
     access: Access,
+    /// What this process may do with the memory.
+    view: View,
+    /// How long a write may be that takes its data from where this process sees it: 0 or anything.
+    inline_cap: usize,
+}
+
+/// What this process may do with the memory under a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum View {
+    /// It does not see it.
+    None,
+    Read,
+    ReadWrite,
 }
 
 impl MemoryRegion {
@@ -169,13 +279,18 @@ impl MemoryRegion {
     /// * [`Error::Os`]: `ENOMEM` usually means that RLIMIT_MEMLOCK is too low; the text gives its value.
     #[doc(alias = "ibv_reg_mr")]
     pub fn new(pd: &ProtectionDomain, len: usize, access: Access) -> Result<MemoryRegion> {
-        access.check()?;
-        let len = NonZeroUsize::new(len).ok_or(Error::misuse("a memory region must have at least one byte"))?;
-        if len.get() > isize::MAX as usize {
-            return Err(Error::misuse("a memory region cannot be larger than half of the address space"));
-        }
-        let registered = Registered::new(pd, len, access)?;
-        Ok(MemoryRegion { inner: Arc::new(MrInner { registered, access }) })
+        RegionBuilder::new(pd, access).zeroed(len)
+    }
+
+    fn of(registered: Registered, access: Access, view: View) -> MemoryRegion {
+        let seen = view != View::None && registered.device_addr == registered.addr.as_ptr().addr() as u64;
+        let inline_cap = if seen { usize::MAX } else { 0 };
+        MemoryRegion { inner: Arc::new(MrInner { registered, access, view, inline_cap }) }
+    }
+
+    /// Begins a region of another kind of memory: huge pages, a vector of the program's, a file, a constant.
+    pub fn builder(pd: &ProtectionDomain, access: Access) -> RegionBuilder {
+        RegionBuilder::new(pd, access)
     }
 
     /// Its length in bytes.
@@ -229,7 +344,7 @@ impl MemoryRegion {
     /// # Errors
     /// [`Error::Misuse`] when the range does not lie in the region.
     pub fn read_at(&self, offset: usize, buf: &mut [u8]) -> Result<()> {
-        let at = self.at(offset, buf.len())?;
+        let at = self.at(offset, buf.len(), View::Read)?;
         // SAFETY: in range; the region's memory is accessed through `pages` only; `buf` is exclusive.
         unsafe { pages::copy_out(at, buf.as_mut_ptr(), buf.len()) };
         Ok(())
@@ -240,7 +355,7 @@ impl MemoryRegion {
     /// # Errors
     /// [`Error::Misuse`] when the range does not lie in the region.
     pub fn write_at(&self, offset: usize, data: &[u8]) -> Result<()> {
-        let at = self.at(offset, data.len())?;
+        let at = self.at(offset, data.len(), View::ReadWrite)?;
         // SAFETY: in range; the region's memory is accessed through `pages` only; `data` is borrowed.
         unsafe { pages::copy_in(at, data.as_ptr(), data.len()) };
         Ok(())
@@ -252,7 +367,7 @@ impl MemoryRegion {
     /// [`Error::Misuse`] when the range does not lie in the region.
     pub fn fill(&self, range: Range<usize>, byte: u8) -> Result<()> {
         let range = self.check_range(range)?;
-        let at = self.at(range.start, range.len())?;
+        let at = self.at(range.start, range.len(), View::ReadWrite)?;
         // SAFETY: in range; the region's memory is accessed through `pages` only.
         unsafe { pages::fill(at, byte, range.len()) };
         Ok(())
@@ -264,7 +379,7 @@ impl MemoryRegion {
     /// [`Error::Misuse`] when the offset is no multiple of 8 or too large.
     #[inline]
     pub fn load_u64(&self, offset: usize) -> Result<u64> {
-        let at = self.word(offset)?;
+        let at = self.word(offset, View::Read)?;
         // SAFETY: in range and aligned; accessed through `pages` only.
         Ok(unsafe { pages::load_u64(at) })
     }
@@ -275,20 +390,39 @@ impl MemoryRegion {
     /// [`Error::Misuse`] when the offset is no multiple of 8 or too large.
     #[inline]
     pub fn store_u64(&self, offset: usize, value: u64) -> Result<()> {
-        let at = self.word(offset)?;
+        let at = self.word(offset, View::ReadWrite)?;
         // SAFETY: in range and aligned; accessed through `pages` only.
         unsafe { pages::store_u64(at, value) };
         Ok(())
     }
 
+    /// Copies a value of plain data out of the region, from any offset.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] when it does not lie in the region.
+    pub fn read_value<T: AnyBitPattern + NoUninit>(&self, offset: usize) -> Result<T> {
+        let mut value = T::zeroed();
+        self.read_at(offset, bytemuck::bytes_of_mut(&mut value))?;
+        Ok(value)
+    }
+
+    /// Copies a value of plain data into the region, to any offset.
+    ///
+    /// # Errors
+    /// Those of [`write_at`](Self::write_at).
+    pub fn write_value<T: NoUninit>(&self, offset: usize, value: &T) -> Result<()> {
+        self.write_at(offset, bytemuck::bytes_of(value))
+    }
+
     /// Deregisters the region and gives its contents back, if this is the last handle; operations in flight
-    /// hold handles too. Afterwards peers that try to reach it are refused.
+    /// hold handles too. Afterwards peers that try to reach it are refused. Memory that was given as a vector
+    /// ([`RegionBuilder::own`]) comes back itself, other memory as a copy; what this process does not see, as nothing.
     ///
     /// # Errors
     /// The region itself, when there are other handles.
     pub fn into_bytes(self) -> Result<Vec<u8>, MemoryRegion> {
         match Arc::try_unwrap(self.inner) {
-            Ok(inner) => Ok(inner.registered.into_bytes()),
+            Ok(inner) => Ok(inner.registered.into_bytes(inner.view != View::None)),
             Err(inner) => Err(MemoryRegion { inner }),
         }
     }
@@ -302,7 +436,13 @@ impl MemoryRegion {
     /// The address of an offset, as devices see it.
     #[inline]
     pub(crate) fn addr(&self, offset: usize) -> u64 {
-        self.inner.registered.addr.as_ptr().addr() as u64 + offset as u64
+        self.inner.registered.device_addr + offset as u64
+    }
+
+    /// How long a write may be that takes its data from where this process sees it: 0 or anything.
+    #[inline]
+    pub(crate) fn inline_cap(&self) -> usize {
+        self.inner.inline_cap
     }
 
     #[inline]
@@ -311,19 +451,30 @@ impl MemoryRegion {
     }
 
     #[inline]
-    fn at(&self, offset: usize, len: usize) -> Result<NonNull<u8>> {
+    fn at(&self, offset: usize, len: usize, view: View) -> Result<NonNull<u8>> {
         self.check_range(offset..offset.saturating_add(len))?;
+        if self.inner.view != View::ReadWrite && (view == View::ReadWrite || self.inner.view == View::None) {
+            return Err(unseen(self.inner.view));
+        }
         // SAFETY: `offset` is at most the length of the mapping.
         Ok(unsafe { self.inner.registered.addr.add(offset) })
     }
 
     #[inline]
-    fn word(&self, offset: usize) -> Result<NonNull<u8>> {
+    fn word(&self, offset: usize, view: View) -> Result<NonNull<u8>> {
         if !offset.is_multiple_of(8) {
             return Err(Error::misuse("a 64-bit word must lie at an offset that is a multiple of 8"));
         }
-        self.at(offset, 8)
+        self.at(offset, 8, view)
     }
+}
+
+#[cold]
+fn unseen(view: View) -> Error {
+    Error::misuse(match view {
+        View::None => "this process does not see the memory of this region: only devices reach it",
+        _ => "the memory of this region is read-only",
+    })
 }
 
 #[cold]
@@ -370,6 +521,7 @@ mod tests {
             (Access::REMOTE_READ, C::IBV_ACCESS_REMOTE_READ),
             (Access::REMOTE_ATOMIC, C::IBV_ACCESS_REMOTE_ATOMIC),
             (Access::MW_BIND, C::IBV_ACCESS_MW_BIND),
+            (Access::ON_DEMAND, C::IBV_ACCESS_ON_DEMAND),
             (Access::RELAXED_ORDERING, C::IBV_ACCESS_RELAXED_ORDERING),
         ] {
             assert_eq!(ours.bits(), theirs.0);

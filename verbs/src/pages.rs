@@ -10,11 +10,13 @@
 //! the byte-wise one; elsewhere, and under Miri, the bytes are accessed one by one.
 
 use std::num::NonZeroUsize;
+use std::os::fd::AsFd;
 use std::ptr::NonNull;
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use nix::errno::Errno;
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::error::{OsError, Result};
 
@@ -39,15 +41,47 @@ impl Pages {
         Ok(Pages { addr: addr.cast(), mapped: len.get() })
     }
 
+    /// Maps at least `len` bytes in the system's huge pages of the usual size.
+    pub(crate) fn huge(len: NonZeroUsize) -> Result<Pages> {
+        let size = huge_page_size();
+        let mapped = len.get().checked_next_multiple_of(size).and_then(NonZeroUsize::new);
+        let mapped = mapped.ok_or_else(|| OsError::new("mmap", Errno::ENOMEM))?;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_HUGETLB;
+        // SAFETY: as in `new`.
+        let addr = unsafe { mmap_anonymous(None, mapped, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }
+            .map_err(|errno| {
+                let mut e = OsError::new("mmap(MAP_HUGETLB)", errno);
+                if errno == Errno::ENOMEM {
+                    let pages = mapped.get() / size;
+                    let remedy = format!("{pages} huge pages of {size} bytes are needed: raise vm.nr_hugepages");
+                    e.remedy = Some(remedy.into());
+                }
+                e
+            })?;
+        Ok(Pages { addr: addr.cast(), mapped: mapped.get() })
+    }
+
+    /// Maps a part of a file, shared with everybody who has it open; `offset` is a multiple of the page size.
+    pub(crate) fn file(file: impl AsFd, offset: i64, len: NonZeroUsize, writable: bool) -> Result<Pages> {
+        let write = if writable { ProtFlags::PROT_WRITE } else { ProtFlags::empty() };
+        // SAFETY: as in `new`.
+        let addr = unsafe { mmap(None, len, ProtFlags::PROT_READ | write, MapFlags::MAP_SHARED, file, offset) }
+            .map_err(|errno| OsError::new("mmap", errno))?;
+        Ok(Pages { addr: addr.cast(), mapped: len.get() })
+    }
+
     #[inline]
     pub(crate) fn addr(&self) -> NonNull<u8> {
         self.addr
     }
+}
 
-    /// Gives the pages up for good: they stay mapped.
-    pub(crate) fn leak(self) {
-        std::mem::forget(self);
-    }
+/// The usual size of huge pages, in bytes: what the kernel says, or 2 MiB.
+fn huge_page_size() -> usize {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("Hugepagesize:"));
+    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<usize>().ok());
+    kib.map_or(2 << 20, |kib| kib << 10)
 }
 
 impl Drop for Pages {

@@ -252,6 +252,32 @@ pub unsafe fn reg_mr(pd: NonNull<ibv_pd>, addr: NonNull<u8>, len: usize, access:
     cvt_ptr(unsafe { rdma_sys::ibv_reg_mr(pd.as_ptr(), addr.as_ptr().cast::<c_void>(), len, access as c_int) })
 }
 
+/// `ibv_reg_mr` with a device address of the caller's choice.
+pub unsafe fn reg_mr_iova(
+    pd: NonNull<ibv_pd>,
+    addr: NonNull<u8>,
+    len: usize,
+    iova: u64,
+    access: u32,
+) -> Result<NonNull<ibv_mr>> {
+    not_in_child()?;
+    // SAFETY: as for `reg_mr`.
+    cvt_ptr(unsafe { rdma_sys::ibv_reg_mr_iova2(pd.as_ptr(), addr.as_ptr().cast::<c_void>(), len, iova, access) })
+}
+
+pub unsafe fn reg_dmabuf_mr(
+    pd: NonNull<ibv_pd>,
+    offset: u64,
+    len: usize,
+    iova: u64,
+    fd: c_int,
+    access: u32,
+) -> Result<NonNull<ibv_mr>> {
+    not_in_child()?;
+    // SAFETY: the caller's domain is alive and its descriptor open; the kernel keeps what is behind it.
+    cvt_ptr(unsafe { rdma_sys::ibv_reg_dmabuf_mr(pd.as_ptr(), offset, len, iova, fd, access as c_int) })
+}
+
 pub unsafe fn dereg_mr(mr: NonNull<ibv_mr>) -> Result<()> {
     if in_child() {
         return Ok(());

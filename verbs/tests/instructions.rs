@@ -18,11 +18,11 @@ const BOUNDS: [(&str, &str, u64); 9] = [
     ("send_buf", "bare_unsignalled", 235),
     ("recv", "bare_recv", 110),
     ("recv_buf", "bare_recv", 130),
-    ("write", "bare_write", 115),
+    ("write", "bare_write", 120),
     ("read", "bare_write", 115),
     // With holding the region until it is done.
     ("posted_write", "bare_write", 290),
-    ("posted_write_shared", "bare_unsignalled", 115),
+    ("posted_write_shared", "bare_unsignalled", 120),
 ];
 
 #[test]

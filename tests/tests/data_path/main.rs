@@ -4,5 +4,6 @@
 
 mod basics;
 mod bench;
+mod memory;
 mod posted;
 mod together;

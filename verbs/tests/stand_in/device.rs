@@ -538,8 +538,12 @@ unsafe extern "C" fn ibv_reg_mr(
     pd: *mut sys::ibv_pd,
     addr: *mut c_void,
     len: usize,
-    _access: c_int,
+    access: c_int,
 ) -> *mut sys::ibv_mr {
+    if access & sys::ibv_access_flags::IBV_ACCESS_ON_DEMAND.0 as c_int != 0 {
+        Errno::EINVAL.set();
+        return ptr::null_mut();
+    }
     // SAFETY: the caller's domain is alive.
     unsafe { StandIn::of((*pd).context) }.regions.fetch_add(1, Ordering::SeqCst);
     let mut mr: sys::ibv_mr = zeroed();
@@ -548,6 +552,24 @@ unsafe extern "C" fn ibv_reg_mr(
     (mr.pd, mr.addr, mr.length) = (pd, addr, len);
     (mr.lkey, mr.rkey) = (11, 22);
     boxed(mr)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_reg_mr_iova2(
+    pd: *mut sys::ibv_pd,
+    addr: *mut c_void,
+    len: usize,
+    _iova: u64,
+    access: c_uint,
+) -> *mut sys::ibv_mr {
+    // SAFETY: as the caller says.
+    unsafe { ibv_reg_mr(pd, addr, len, access as c_int) }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_reg_dmabuf_mr(_: *mut sys::ibv_pd, _: u64, _: usize, _: u64, _: c_int, _: c_int) -> *mut sys::ibv_mr {
+    Errno::EOPNOTSUPP.set();
+    ptr::null_mut()
 }
 
 #[unsafe(no_mangle)]

@@ -123,3 +123,71 @@ fn contents_come_back_from_the_last_handle_only() {
     assert!(MemoryRegion::new(&pd, 0, Access::empty()).is_err());
     drop(endpoint);
 }
+
+#[test]
+fn a_vector_comes_back_itself_from_success_and_failure() {
+    let Rig { endpoint, pd, device, .. } = rig(&options());
+    let bytes: Vec<u8> = (0..100).collect();
+    let at = bytes.as_ptr();
+    let region = MemoryRegion::builder(&pd, Access::REMOTE_ALL).own(bytes).map_err(|(e, _)| e).expect("a region");
+    region.write_at(50, b"changed").expect("in range");
+    assert_eq!(region.remote().addr(), at.addr() as u64);
+    let bytes = region.into_bytes().expect("the last handle");
+    assert_eq!((bytes.as_ptr(), bytes.len(), &bytes[49..58]), (at, 100, &b"1changed9"[..]));
+    let (e, bytes) = MemoryRegion::builder(&pd, Access::ON_DEMAND).own(bytes).expect_err("not here");
+    assert!(matches!(e, Error::Unsupported(_)) && bytes.as_ptr() == at, "{e}");
+    let (e, empty) = MemoryRegion::builder(&pd, Access::empty()).own(Vec::new()).expect_err("no bytes");
+    assert!(matches!(e, Error::Misuse(_)) && empty.is_empty());
+    // While the device may use it, dropping it frees nothing; nor does a failed deregistration.
+    let region = MemoryRegion::builder(&pd, Access::LOCAL_WRITE).own(bytes).map_err(|(e, _)| e).expect("a region");
+    let count = device.regions.load(Ordering::SeqCst);
+    device.dereg_mr.store(16, Ordering::SeqCst);
+    let copy = region.into_bytes().expect("the last handle");
+    assert_eq!((copy.len(), copy.as_ptr() == at), (100, false), "the device may still have the vector");
+    assert_eq!(device.regions.load(Ordering::SeqCst), count);
+    drop(endpoint);
+}
+
+#[test]
+fn what_cannot_be_written_or_seen_is_not() {
+    let Rig { mut endpoint, peer, pd, .. } = rig(&options());
+    static TEXT: [u8; 64] = *b"constant bytes, which nobody can write, neither we nor the peer.";
+    let region = MemoryRegion::builder(&pd, Access::REMOTE_READ).constant(&TEXT).expect("a region");
+    let misuse = |r: Result<(), Error>| assert!(matches!(r, Err(Error::Misuse(_))), "{r:?}");
+    misuse(region.write_at(0, b"x"));
+    misuse(region.fill(0..1, 0));
+    misuse(region.store_u64(0, 0));
+    misuse(endpoint.read(&region, 0..8, &peer.remote(), 0));
+    misuse(MemoryRegion::builder(&pd, Access::REMOTE_ALL).constant(&TEXT).map(drop));
+    endpoint.write(&region, 0..64, &peer.remote(), 0).expect("written");
+    let mut seen = [0; 64];
+    peer.read_at(0, &mut seen).expect("in range");
+    assert_eq!(seen, TEXT);
+    let null = std::fs::File::open("/dev/null").expect("it is everywhere");
+    let e = MemoryRegion::builder(&pd, Access::REMOTE_READ).dmabuf(&null, 0, 4096).expect_err("not here");
+    assert!(matches!(e, Error::Unsupported(_)), "{e}");
+}
+
+#[test]
+fn values_of_plain_data_are_copied() {
+    let Rig { local, .. } = rig(&options());
+    local.write_value(3, &0x0102_0304_u32).expect("in range");
+    assert_eq!(local.read_value::<u32>(3).expect("in range"), 0x0102_0304);
+    local.write_value(8, &[1_u16, 2, 3]).expect("in range");
+    assert_eq!(local.read_value::<[u16; 3]>(8).expect("in range"), [1, 2, 3]);
+    assert!(matches!(local.read_value::<u64>(8192 - 7), Err(Error::Misuse(_))));
+}
+
+#[test]
+fn short_writes_from_memory_at_another_device_address_take_the_right_bytes() {
+    let Rig { mut endpoint, peer, pd, device, .. } = rig(&options());
+    let region =
+        MemoryRegion::builder(&pd, Access::LOCAL_WRITE).device_address(1 << 40).zeroed(4096).expect("a region");
+    assert_eq!(region.remote_range(8..16).expect("in range").addr(), (1 << 40) + 8);
+    // The stand-in would copy inline data from the address that it is told: the request must not be inline.
+    device.hold.store(true, Ordering::SeqCst);
+    let _ = endpoint.sender().post_write(&region, 0..8, &peer.remote(), 0, None).expect("posted");
+    let e = MemoryRegion::builder(&pd, Access::LOCAL_WRITE).device_address(u64::MAX).zeroed(4096).expect_err("wraps");
+    assert!(matches!(e, Error::Misuse(_)));
+    std::mem::forget(endpoint);
+}

@@ -317,7 +317,7 @@ impl<'a> Transfer<'a> {
             rkey: self.rkey,
             imm,
             operands: [0; 2],
-            inline: len <= state.inline && self.kind == Opcode::Write,
+            inline: len <= state.inline.min(self.local.inline_cap()) && self.kind == Opcode::Write,
             signal: signal && last,
         }
     }
