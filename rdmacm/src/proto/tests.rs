@@ -1,5 +1,6 @@
-//! The machines' rules, checked four ways: the reviewed table, a walk through everything reachable with every call
-//! failing once, random sequences, and single rules by name.
+//! The machines' rules, checked five ways: the reviewed table, a walk through everything reachable with every call
+//! failing once, every world that two machines and the kernels between them can get into, random sequences, and single
+//! rules by name.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -10,6 +11,7 @@ use super::listener::{self, Listener};
 use super::{Call, Closed, Event, Failure, Input, Notice, Output, Step};
 
 mod table;
+mod world;
 
 const CALLS: [Call; 11] = [
     Call::Bind,
