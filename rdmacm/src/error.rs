@@ -1,5 +1,6 @@
 //! Errors, sorted by who can do something about them.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -26,14 +27,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// The operating system or the RDMA stack refused a call.
-    #[error("{call}: {}{}", errno.desc(), Remedy(*remedy))]
+    #[error("{call}: {}{}", errno.desc(), Remedy(remedy.as_deref()))]
     Os {
         /// The C function.
         call: &'static str,
         /// What it left in errno.
         errno: Errno,
         /// What to do about it, where known.
-        remedy: Option<&'static str>,
+        remedy: Option<Cow<'static, str>>,
     },
     /// Nobody listens at the address (the transport's reject code 8, or a reset on iWARP).
     #[error("connection to {peer} refused: nobody listens there")]
@@ -204,7 +205,11 @@ impl Error {
     /// The operating system gave us no thread.
     pub(crate) fn spawn(error: &io::Error) -> Self {
         let errno = Errno::from_raw(error.raw_os_error().unwrap_or(Errno::EAGAIN as i32));
-        Self::Os { call: "pthread_create", errno, remedy: Some("the process or the system has too many threads") }
+        Self::Os {
+            call: "pthread_create",
+            errno,
+            remedy: Some("the process or the system has too many threads".into()),
+        }
     }
 
     /// Whether the cause can pass by itself, so that trying to connect again makes sense: refused, rejected by a stale
@@ -252,9 +257,11 @@ impl Error {
         match errno {
             _ if in_use => Self::AddrInUse { address },
             Errno::EADDRNOTAVAIL => {
-                Self::Os { call, errno, remedy: Some("the address belongs to none of this host's interfaces") }
+                Self::Os { call, errno, remedy: Some("the address belongs to none of this host's interfaces".into()) }
             }
-            Errno::EINVAL if address.is_ipv6() => Self::Os { call, errno, remedy: resolve_remedy(address, errno) },
+            Errno::EINVAL if address.is_ipv6() => {
+                Self::Os { call, errno, remedy: resolve_remedy(address, errno).map(Cow::Borrowed) }
+            }
             Errno::ENODEV => Self::check_nodes().err().unwrap_or_else(|| CallError { call, errno }.into()),
             errno => CallError { call, errno }.into(),
         }
@@ -516,10 +523,11 @@ impl From<CallError> for Error {
             ("rdma_create_qp", Errno::ENOMEM) => {
                 Some("the device or the process has no room for another queue pair (see RLIMIT_MEMLOCK)")
             }
-            (_, Errno::EMFILE) => Some("the process has too many open files (see RLIMIT_NOFILE, `ulimit -n`)"),
+            // Names the limit and its value.
+            (_, Errno::EMFILE) => return Self::Os { call, errno, remedy: verbs::OsError::new(call, errno).remedy },
             _ => None,
         };
-        Self::Os { call, errno, remedy }
+        Self::Os { call, errno, remedy: remedy.map(Cow::Borrowed) }
     }
 }
 
@@ -530,9 +538,9 @@ impl From<Error> for io::Error {
 }
 
 /// Appends a remedy to a message.
-struct Remedy(Option<&'static str>);
+struct Remedy<'a>(Option<&'a str>);
 
-impl fmt::Display for Remedy {
+impl fmt::Display for Remedy<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(remedy) => write!(f, " ({remedy})"),

@@ -121,6 +121,7 @@ impl OsError {
     /// The failure of `call`, with the remedy that fits the error number.
     pub fn new(call: &'static str, errno: Errno) -> OsError {
         let remedy: Option<&'static str> = match errno {
+            Errno::EMFILE => return OsError { call, errno, remedy: Some(Cow::Owned(too_many_files())) },
             Errno::EPERM if crate::sys::in_child() => Some(
                 "this process was forked after RDMA was set up: its parent's connections and memory regions are not its \
                  own; fork before the first use, or exec a new program",
@@ -132,7 +133,6 @@ impl OsError {
             Errno::EACCES | Errno::EPERM => {
                 Some("no permission: see that /dev/infiniband/uverbs* can be read and written by this user")
             }
-            Errno::EMFILE => Some("too many open files: raise `ulimit -n`"),
             Errno::ENOENT => Some("see that the kernel module ib_uverbs is loaded"),
             _ => None,
         };
@@ -144,11 +144,7 @@ impl OsError {
     pub fn pinning(call: &'static str, errno: Errno, bytes: usize) -> OsError {
         let mut e = OsError::new(call, errno);
         if errno == Errno::ENOMEM {
-            let limit = match getrlimit(Resource::RLIMIT_MEMLOCK) {
-                Ok((nix::libc::RLIM_INFINITY, _)) => "unlimited".into(),
-                Ok((soft, _)) => format!("{soft} bytes"),
-                Err(_) => "unknown".to_string(),
-            };
+            let limit = value_of(Resource::RLIMIT_MEMLOCK, " bytes");
             e.remedy = Some(Cow::Owned(format!(
                 "{bytes} bytes were to be pinned and RLIMIT_MEMLOCK is {limit}: raise it with `ulimit -l` or \
                  LimitMEMLOCK=, or use less"
@@ -163,6 +159,21 @@ impl OsError {
             Errno::ENODEV | Errno::ENXIO => io::ErrorKind::NotFound,
             errno => io::Error::from(errno).kind(),
         }
+    }
+}
+
+/// What `EMFILE` means: the limit, with its value, and how to raise it.
+fn too_many_files() -> String {
+    let limit = value_of(Resource::RLIMIT_NOFILE, "");
+    format!("RLIMIT_NOFILE is {limit}: raise it with `ulimit -n` or LimitNOFILE=, or close some")
+}
+
+/// The value of this process's limit that is in force.
+fn value_of(resource: Resource, unit: &str) -> String {
+    match getrlimit(resource) {
+        Ok((nix::libc::RLIM_INFINITY, _)) => "unlimited".to_owned(),
+        Ok((soft, _)) => format!("{soft}{unit}"),
+        Err(_) => "unknown".to_owned(),
     }
 }
 
@@ -262,6 +273,9 @@ mod tests {
         assert!(memlock.contains("RLIMIT_MEMLOCK") && memlock.contains("1048576"), "{memlock}");
         assert!(Error::Os(OsError::new("ibv_open_device", Errno::ENODEV)).to_string().contains("no RDMA device"));
         assert!(Error::Os(OsError::new("ibv_open_device", Errno::EACCES)).to_string().contains("permission"));
+        let files = Error::Os(OsError::new("ibv_create_comp_channel", Errno::EMFILE)).to_string();
+        let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).expect("the limit can be read");
+        assert!(files.contains(&format!("RLIMIT_NOFILE is {limit}")), "{files}");
     }
 
     #[test]
