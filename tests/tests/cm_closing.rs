@@ -170,7 +170,8 @@ fn of_many_connections_each_sees_its_own_end() -> Result<(), Error> {
                             let message = connection.recv_buf().expect("the first message");
                             connection.send(&message).expect("the echo");
                             assert_eq!(&*connection.recv_buf().expect("who leaves says so before"), b"leaving");
-                            let error = connection.recv_buf().expect_err("nothing comes after that");
+                            let end = connection.recv_buf_timeout(Duration::from_secs(10));
+                            let error = end.expect_err("nothing comes after that");
                             assert!(error.is_closed_by_peer(), "{error:?}");
                         });
                     }

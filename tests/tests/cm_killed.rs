@@ -108,6 +108,7 @@ fn kill_under_load(who: &str, round: usize, mut victim: Program, connection: Con
     assert!(!busy.is_finished(), "{who}, {load:?}: {:?}", busy.join());
     let killed = Instant::now();
     victim.kill();
+    wait_for("the end of the load", Duration::from_secs(10), || busy.is_finished().then_some(()));
     let (end, error) = busy.join().expect("no panic");
     let took = end.saturating_duration_since(killed);
     println!("{who} killed, {load:?}: {error} after {took:?}");
