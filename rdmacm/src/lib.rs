@@ -99,6 +99,7 @@
 //! | `handle` | commands, notices, loans: what passes between the two |
 //! | `channel`, `id`, `context` | the owners of `rdma_event_channel` and `rdma_cm_id`, and librdmacm's devices |
 //! | `options`, `private_data`, `addr`, `error` | what their names say |
+//! | `stream` | byte streams with the surface of `std::net`, over the rsocket protocol |
 //! | `sys` | the calls into librdmacm, and nothing else |
 
 mod addr;

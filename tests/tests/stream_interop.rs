@@ -49,6 +49,10 @@ fn rstream_verifies_its_data_in_all_pairs_and_modes() {
     let Some(lab) = lab(900) else { return };
     for (size, count) in [(1, 300), (64, 300), (1000, 300), (4096, 100), (65_536, 30), (100_001, 20), (1 << 20, 4)] {
         for mode in ["b", "n"] {
+            // Two programs that spin take their time here.
+            if mode == "n" && rounds(0, 1) == 0 && ![64, 65_536].contains(&size) {
+                continue;
+            }
             for pair in PAIRS {
                 let (size, count) = (size.to_string(), (count * rounds(1, 20)).to_string());
                 let arguments = ["-T", mode, "-T", "v", "-S", &size, "-C", &count, "-I", "2"];

@@ -8,9 +8,9 @@ use super::gather::Gather;
 use super::protocol::{CONTROL_SLOTS, Message, Segment, Sender, Sge, Update};
 use crate::connection::SendHalf;
 
-/// The largest piece that is copied before it is posted: large enough for a device to be busy with, small enough that it
-/// begins soon.
-const CHUNK: usize = 64 * 1024;
+/// The largest piece that is copied before it is posted, if the ring has room for two: large enough that its costs do not
+/// matter, small enough that the device begins soon.
+const CHUNK: usize = 128 * 1024;
 
 /// What keeps bytes from being sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +30,9 @@ pub(super) struct Outbound {
     pub(super) sender: Sender,
     /// The ring, then a place for each control message, then one for inline data.
     region: MemoryRegion,
-    /// Bytes of the ring.
+    /// Bytes of the ring, and of the largest piece.
     ring: usize,
+    chunk: usize,
     /// Bytes of the ring ever used, and ever free again.
     head: u64,
     tail: u64,
@@ -73,6 +74,7 @@ impl Outbound {
             sender,
             region,
             ring,
+            chunk: CHUNK.min(ring / 2),
             head: 0,
             tail: 0,
             flying: VecDeque::with_capacity(queue as usize),
@@ -93,7 +95,7 @@ impl Outbound {
                     return Ok(Stop::Queue);
                 }
             }
-            let Some(mut segment) = self.sender.segment(data.left().min(CHUNK)) else { return Ok(Stop::Peer) };
+            let Some(mut segment) = self.sender.segment(data.left().min(self.chunk)) else { return Ok(Stop::Peer) };
             if segment.len <= self.inline {
                 self.post_inline(data, &segment)?;
                 continue;
@@ -140,7 +142,9 @@ impl Outbound {
         let word = self.sender.sent(segment).word();
         let range = at..at + segment.len;
         let remote = RemoteRegion::new(segment.addr, segment.len as u64, segment.key);
-        let ticket = self.half.raw().post_write(&self.region, range, &remote, 0, Some(word))?;
+        let half = self.half.raw();
+        half.tell_each(told);
+        let ticket = half.post_write(&self.region, range, &remote, 0, Some(word))?;
         self.head += ring_bytes as u64;
         self.count(ticket, ring_bytes, told, false);
         Ok(())
@@ -188,7 +192,9 @@ impl Outbound {
         let (addr, key) = to.unwrap_or_default();
         let range = at..at + if to.is_some() { Sge::LEN } else { 0 };
         let remote = RemoteRegion::new(addr, range.len() as u64, key);
-        let ticket = self.half.raw().post_write(&self.region, range, &remote, 0, Some(message.word()))?;
+        let half = self.half.raw();
+        half.tell_each(true);
+        let ticket = half.post_write(&self.region, range, &remote, 0, Some(message.word()))?;
         self.count(ticket, 0, true, true);
         Ok(())
     }

@@ -49,6 +49,14 @@ impl SendHalf {
         self.state.table.is_over(ticket.end)
     }
 
+    /// Whether the end of each operation posted from now on is told, or that of one in some (a quarter of the depth, unless
+    /// the option `signal_every` says otherwise). With `false`, who waits must have posted something with `true` after it,
+    /// or use [`wait`](Self::wait) or [`flush`](Self::flush).
+    #[inline]
+    pub fn tell_each(&mut self, each: bool) {
+        self.state.tell_all = each;
+    }
+
     /// Waits until an operation, and so all before it, is over. `Ok` means that it was done.
     ///
     /// # Errors
