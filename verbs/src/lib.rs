@@ -52,11 +52,47 @@
 //!
 //! * *Memory outlives its use.* Pages are unmapped only after deregistration succeeded, and are leaked if it fails.
 //!   What a posted operation uses is owned by the table of operations in flight or by the core, and both outlive the
-//!   queue pair. If the queue pair cannot be destroyed, all of that is leaked.
+//!   queue pair. A blocking call borrows its region instead, and puts a handle into the table should it end, by a
+//!   timeout, an error or a panic, before the operation. If the queue pair cannot be destroyed, all of that is leaked.
 //! * *No reference covers what the device writes.* A receive slot is posted, or held by exactly one handle, which
 //!   alone gives out a slice. A [`SendBuf`] gives out slices until it is posted, which takes it by value. A
 //!   [`MemoryRegion`], which peers may change at any time, never gives out a slice, only copies made of byte-wise
-//!   atomic accesses.
+//!   atomic accesses. The borrow checker keeps the rest out:
+//!
+//!   ```compile_fail,E0382
+//!   fn after_sending(half: &mut verbs::SendHalf, mut buf: verbs::SendBuf) {
+//!       let _ = half.send_buf(buf);
+//!       buf[0] = 1; // the device may be reading it
+//!   }
+//!   ```
+//!
+//!   ```compile_fail,E0505
+//!   fn after_dropping(buf: verbs::RecvBuf) -> u8 {
+//!       let bytes: &[u8] = &buf;
+//!       drop(buf); // the device may write it
+//!       bytes[0]
+//!   }
+//!   ```
+//!
+//!   ```compile_fail,E0594
+//!   fn received_bytes_are_not_written(mut buf: verbs::RecvBuf) {
+//!       buf[0] = 1;
+//!   }
+//!   ```
+//!
+//!   ```compile_fail,E0608
+//!   fn regions_give_no_slices(region: &verbs::MemoryRegion) -> u8 {
+//!       region[0]
+//!   }
+//!   ```
+//!
+//!   ```compile_fail,E0499
+//!   fn one_at_a_time(half: &mut verbs::SendHalf) {
+//!       let batch = half.batch();
+//!       half.send(b"between").unwrap();
+//!       drop(batch);
+//!   }
+//!   ```
 //! * *Nothing depends on destructors.* Forgetting any value leaks it and what it keeps, no more.
 //! * *The device is checked where that is possible.* A completion must name an operation in flight of its kind (the
 //!   numbers never repeat), and a length must fit its slot; else the connection breaks, without a panic.
@@ -71,13 +107,18 @@
 //! | `sys` | every C call, raw types, layout checks |
 //! | `error`, `error/work` | errors by who is at fault |
 //! | `device`, `device/attributes` | devices, contexts, attributes, ports, GIDs |
-//! | `pd`, `mr`, `remote`, `pages` | domains, regions, peers' regions, pages and racing copies |
+//! | `pd`, `mr`, `mr/builder`, `remote`, `pages` | domains, regions, peers' regions, pages and racing copies |
+//! | `mw` | memory windows |
 //! | `pool`, `freelist` | registered buffers |
 //! | `cq` | completion queues and channels |
 //! | `qp`, `qp/setup` | queue pairs, and connecting them by hand |
 //! | `inflight` | the table of operations in flight (no unsafe code) |
 //! | `wait` | spinning, sleeping, deadlines |
-//! | `endpoint` | the data path: `builder`, `options`, `shared` (the core), `send`, `recv` |
+//! | `endpoint` | the data path: `builder`, `options`, `shared` (the core and the probe), `recv`, `send` |
+//! | `endpoint/send` | messages, and `one_sided`, `atomic`, `batch`, `pending` (tickets, poll loops), `window`, `state` |
+//!
+//! `tests/stand_in` tests all of it over a stand-in for the C library and a device, `tests/instructions.rs` counts what
+//! operations cost.
 
 mod async_event;
 mod cq;
@@ -87,6 +128,7 @@ mod error;
 mod freelist;
 mod inflight;
 mod mr;
+mod mw;
 mod pages;
 mod pd;
 mod pool;
@@ -108,6 +150,7 @@ pub use endpoint::{
 };
 pub use error::{CloseReason, Error, LimitError, Opcode, OsError, Result, WorkError, WorkStatus};
 pub use mr::{Access, MemoryRegion, RegionBuilder};
+pub use mw::MemoryWindow;
 pub use pd::ProtectionDomain;
 pub use pool::{BufferPool, SendBuf};
 pub use qp::{Path, QueuePair, QueuePairAttributes, QueuePairCaps, QueuePairEnd, QueuePairState};

@@ -433,6 +433,11 @@ impl MemoryRegion {
         self.inner.registered.domain()
     }
 
+    /// The C object, alive as long as a handle.
+    pub(crate) fn as_raw(&self) -> *mut sys::ibv_mr {
+        self.inner.registered.raw.as_ptr()
+    }
+
     /// The address of an offset, as devices see it.
     #[inline]
     pub(crate) fn addr(&self, offset: usize) -> u64 {

@@ -29,10 +29,10 @@ pub use layout::LAYOUT;
 pub use rdma_sys::{
     atomic_t, bind_mw_t, bind_mw_tso_union_t, ibv_access_flags, ibv_ah_attr, ibv_atomic_cap, ibv_comp_channel,
     ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_gid, ibv_gid_entry, ibv_global_route, ibv_mr, ibv_mtu,
-    ibv_node_type, ibv_pd, ibv_port_attr, ibv_port_state, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap,
-    ibv_qp_init_attr, ibv_qp_state, ibv_qp_type, ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_srq,
-    ibv_transport_type, ibv_wc, ibv_wc_flags, ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode,
-    imm_data_invalidated_rkey_union_t, qp_type_t, rdma_t, wr_t, xrc_t,
+    ibv_mw, ibv_mw_bind_info, ibv_mw_type, ibv_node_type, ibv_pd, ibv_port_attr, ibv_port_state, ibv_qp, ibv_qp_attr,
+    ibv_qp_attr_mask, ibv_qp_cap, ibv_qp_init_attr, ibv_qp_state, ibv_qp_type, ibv_recv_wr, ibv_send_flags,
+    ibv_send_wr, ibv_sge, ibv_srq, ibv_transport_type, ibv_wc, ibv_wc_flags, ibv_wc_opcode, ibv_wc_status,
+    ibv_wr_opcode, imm_data_invalidated_rkey_union_t, qp_type_t, rdma_t, wr_t, xrc_t,
 };
 
 /// `IBV_LINK_LAYER_*`: an anonymous enum that bindgen leaves out.
@@ -284,6 +284,29 @@ pub unsafe fn dereg_mr(mr: NonNull<ibv_mr>) -> Result<()> {
     }
     // SAFETY: the caller owns the region.
     cvt_errno(unsafe { rdma_sys::ibv_dereg_mr(mr.as_ptr()) })
+}
+
+// Memory windows.
+
+/// `IBV_DEVICE_MEM_WINDOW_TYPE_2A` and `_2B` of the device's capability flags.
+pub const DEVICE_MEM_WINDOW_TYPE_2: u32 = (1 << 23) | (1 << 24);
+
+/// `ibv_alloc_mw` of type 2.
+pub unsafe fn alloc_mw(pd: NonNull<ibv_pd>) -> Result<NonNull<ibv_mw>> {
+    not_in_child()?;
+    // SAFETY: the caller's domain is alive.
+    match unsafe { rdma_sys::ibv_alloc_mw(pd.as_ptr(), ibv_mw_type::IBV_MW_TYPE_2) } {
+        Some(mw) => cvt_ptr(mw),
+        None => Err(Errno::EOPNOTSUPP),
+    }
+}
+
+pub unsafe fn dealloc_mw(mw: NonNull<ibv_mw>) -> Result<()> {
+    if in_child() {
+        return Ok(());
+    }
+    // SAFETY: the caller owns the window, which the provider made, so it can unmake it.
+    cvt_errno(unsafe { rdma_sys::ibv_dealloc_mw(mw.as_ptr()) })
 }
 
 // Completion channels and queues.

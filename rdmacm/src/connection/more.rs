@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use verbs::{Batch, MemoryRegion, Notification, QueuePair, RecvBuf, RemoteRegion, Ticket, Wait};
+use verbs::{Access, Batch, MemoryRegion, MemoryWindow, Notification, QueuePair, RecvBuf, RemoteRegion, Ticket, Wait};
 
 use super::{Connection, RecvHalf, SendHalf};
 use crate::error::Result;
@@ -236,6 +236,31 @@ impl SendHalf {
     #[inline]
     pub fn arm(&mut self) -> Result<bool> {
         Ok(self.half.arm()?)
+    }
+
+    /// Grants the peer a range of a region with the right [`MW_BIND`](verbs::Access::MW_BIND), by a memory window that can be
+    /// taken back: send the peer [`MemoryWindow::remote`].
+    ///
+    /// # Errors
+    /// As [`verbs::SendHalf::grant`].
+    pub fn grant(&mut self, region: &MemoryRegion, range: Range<usize>, access: Access) -> Result<MemoryWindow> {
+        Ok(self.half.grant(region, range, access)?)
+    }
+
+    /// Takes a grant back: when it returns, the peer can reach nothing by it any more.
+    ///
+    /// # Errors
+    /// As [`verbs::SendHalf::revoke`].
+    pub fn revoke(&mut self, window: MemoryWindow) -> Result<()> {
+        Ok(self.half.revoke(window)?)
+    }
+
+    /// Sends a message and gives a grant of the peer back with it.
+    ///
+    /// # Errors
+    /// As [`verbs::SendHalf::send_invalidate`].
+    pub fn send_invalidate(&mut self, message: &[u8], window: &RemoteRegion) -> Result<()> {
+        Ok(self.half.send_invalidate(message, window)?)
     }
 
     /// Whether a posted operation is known to be over, done or failed; see [`try_progress`](Self::try_progress).

@@ -7,3 +7,4 @@ mod bench;
 mod memory;
 mod posted;
 mod together;
+mod windows;

@@ -5,6 +5,7 @@ mod batch;
 mod one_sided;
 mod pending;
 mod state;
+mod window;
 
 use std::fmt;
 use std::io::IoSlice;

@@ -72,6 +72,10 @@ pub enum Opcode {
     CompareAndSwap = 7,
     /// An atomic fetch-and-add.
     FetchAndAdd = 8,
+    /// The binding of a memory window.
+    Bind = 9,
+    /// The revocation of a memory window.
+    Invalidate = 10,
 }
 
 impl Opcode {
@@ -86,6 +90,8 @@ impl Opcode {
             6 => Opcode::Probe,
             7 => Opcode::CompareAndSwap,
             8 => Opcode::FetchAndAdd,
+            9 => Opcode::Bind,
+            10 => Opcode::Invalidate,
             _ => return None,
         })
     }
@@ -102,6 +108,8 @@ impl fmt::Display for Opcode {
             Opcode::Probe => "keepalive probe",
             Opcode::CompareAndSwap => "compare-and-swap",
             Opcode::FetchAndAdd => "fetch-and-add",
+            Opcode::Bind => "binding of a memory window",
+            Opcode::Invalidate => "revocation of a memory window",
         })
     }
 }

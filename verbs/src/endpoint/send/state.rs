@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use nix::errno::Errno;
 
@@ -11,6 +12,7 @@ use crate::cq::{Completion, Completions, unusable};
 use crate::error::{Error, Opcode, OsError, Result};
 use crate::inflight::{self, Bogus, Table};
 use crate::mr::MemoryRegion;
+use crate::mw::Window;
 use crate::pool::{Arena, BufferPool, SendBuf};
 use crate::sys::{self, ibv_wr_opcode as Wr};
 
@@ -51,6 +53,8 @@ pub(super) enum Resource {
     None,
     /// Returned to its pool when done.
     Buffer(#[expect(dead_code, reason = "held, not read")] SendBuf),
+    /// Kept allocated until done, with its region.
+    Window(#[expect(dead_code, reason = "held, not read")] Arc<Window>),
     /// Kept registered until done.
     Region(#[expect(dead_code, reason = "held, not read")] MemoryRegion),
 }
