@@ -198,6 +198,8 @@ fn with_few_open_files() -> Result<(), Error> {
     let mut allowed = String::new();
     let error = a_client_is_refused(&listener, &lab, || allowed = allow_files(0));
     says(&error, Errno::EMFILE, &["RLIMIT_NOFILE", &allowed]);
+    // The client's pipes are closed again.
+    let allowed = allow_files(0);
     let error = Manager::new().expect_err("an event channel is a file");
     says(&error, Errno::EMFILE, &["RLIMIT_NOFILE", &allowed]);
     echo(&mut living)?;
