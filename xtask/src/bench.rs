@@ -1,10 +1,11 @@
-//! `cargo xtask bench`: the time of one ping, ours against C's, in the test machine.
+//! `cargo xtask bench`: the time of one ping, and of many connections at once (`rate`), ours against C's, in the test machine.
 //!
 //! Two methods, because neither says all. An instruction-counting guest gives figures that repeat within 1 % on any host, and
 //! so can decide whether we got slower (the gate); but it has one CPU and knows no caches. A guest with two CPUs in real time
 //! has what it lacks and is noisy, so there the pairs are interleaved and many.
 
 mod guest;
+mod rate;
 mod stats;
 
 use std::fmt::Write;
@@ -98,6 +99,7 @@ pub(crate) fn run() -> Result<()> {
     heading("result");
     print!("{table}");
     write_report(&table, &machine_text)?;
+    rate::run()?;
     for row in rows.iter().filter(|row| row.is_gate) {
         ensure!(
             row.comparison.ratio.median <= MOST,
