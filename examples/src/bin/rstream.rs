@@ -36,7 +36,7 @@ struct Options {
     custom: bool,
     all_sizes: bool,
     port: u16,
-    keepalive: u64,
+    family: Addresses,
     mode: Mode,
     sockets: bool,
     verify: bool,
@@ -55,7 +55,7 @@ impl Default for Options {
             custom: false,
             all_sizes: false,
             port: 7471,
-            keepalive: 0,
+            family: Addresses::Any,
             mode: Mode::NonBlocking,
             sockets: false,
             verify: false,
@@ -95,7 +95,14 @@ fn parse(mut words: impl Iterator<Item = String>) -> Option<Options> {
         match letter {
             "s" => options.server = Some(value),
             "b" => options.bind = Some(value),
-            "f" => {}
+            "f" => {
+                options.family = match value.as_str() {
+                    "name" => Addresses::Any,
+                    "ip" => Addresses::V4,
+                    "ipv6" => Addresses::V6,
+                    _ => return refuse("-f is name, ip or ipv6: InfiniBand GIDs are not supported as addresses"),
+                };
+            }
             "B" => options.buffer = value.parse().ok()?,
             "i" => options.inline = value.parse().ok()?,
             "S" if value.eq_ignore_ascii_case("all") => options.all_sizes = true,
@@ -109,7 +116,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Option<Options> {
                 }
             }
             "p" => options.port = value.parse().ok()?,
-            "k" => options.keepalive = value.parse().ok()?,
+            "k" => return refuse("-k is not supported: streams of this library have no keepalive yet"),
             _ => match value.to_ascii_lowercase().as_str() {
                 "s" | "sockets" | "socket" => options.sockets = true,
                 "b" | "block" | "blocking" => options.mode = Mode::Blocking,
@@ -121,6 +128,39 @@ fn parse(mut words: impl Iterator<Item = String>) -> Option<Options> {
         }
     }
     Some(options)
+}
+
+/// Says why an option of the C program is refused.
+fn refuse(why: &str) -> Option<Options> {
+    eprintln!("rstream: {why}");
+    None
+}
+
+/// What kind of address is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Addresses {
+    Any,
+    V4,
+    V6,
+}
+
+impl Addresses {
+    /// The addresses of `host` that are of this kind.
+    fn look_up(self, host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+        let mut addresses = look_up(host, port)?;
+        addresses.retain(|address| match self {
+            Self::Any => true,
+            Self::V4 => address.is_ipv4(),
+            Self::V6 => address.is_ipv6(),
+        });
+        if addresses.is_empty() {
+            return Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("{host} has no address of the kind asked for"),
+            ));
+        }
+        Ok(addresses)
+    }
 }
 
 fn main() -> ExitCode {
@@ -151,7 +191,7 @@ impl Maker {
             return Ok(Self::Client);
         }
         let address = options.bind.as_deref().unwrap_or("0.0.0.0");
-        let addresses = look_up(address, options.port)?;
+        let addresses = options.family.look_up(address, options.port)?;
         Ok(match options.sockets {
             true => Self::Tcp { listener: TcpListener::bind(&addresses[..])? },
             false => Self::Rdma { listener: RdmaListener::bind_with(&addresses[..], stream)? },
@@ -175,7 +215,7 @@ impl Maker {
             Self::Tcp { listener } => tcp(listener.accept()?.0),
             Self::Client => {
                 let server = options.server.as_deref().unwrap_or_default();
-                let addresses = look_up(server, options.port)?;
+                let addresses = options.family.look_up(server, options.port)?;
                 if options.sockets {
                     return tcp(TcpStream::connect(&addresses[..])?);
                 }
@@ -190,7 +230,7 @@ impl Maker {
 }
 
 fn source(bind: &str) -> io::Result<SocketAddr> {
-    Ok(look_up(bind, 0)?[0])
+    Ok(options.family.look_up(bind, 0)?[0])
 }
 
 fn run(options: &Options) -> io::Result<()> {
