@@ -221,7 +221,7 @@ impl Maker {
                 }
                 let mut stream = stream.clone();
                 if let Some(bind) = &options.bind {
-                    stream = stream.source(source(bind)?);
+                    stream = stream.source(options.family, source(options.family, bind)?);
                 }
                 rdma(RdmaStream::connect_with(&addresses[..], &stream)?)
             }
@@ -229,8 +229,8 @@ impl Maker {
     }
 }
 
-fn source(bind: &str) -> io::Result<SocketAddr> {
-    Ok(options.family.look_up(bind, 0)?[0])
+fn source(family: Addresses, bind: &str) -> io::Result<SocketAddr> {
+    Ok(family.look_up(bind, 0)?[0])
 }
 
 fn run(options: &Options) -> io::Result<()> {
