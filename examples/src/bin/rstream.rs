@@ -221,7 +221,7 @@ impl Maker {
                 }
                 let mut stream = stream.clone();
                 if let Some(bind) = &options.bind {
-                    stream = stream.source(options.family, source(options.family, bind)?);
+                    stream = stream.source(source(options.family, bind)?);
                 }
                 rdma(RdmaStream::connect_with(&addresses[..], &stream)?)
             }
