@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use rdmacm::verbs::{self, Access, CloseReason, Endpoint, Error, MemoryRegion, RemoteRegion, Wait, WorkStatus};
 
+use rdmacm_tests::rounds;
+
 use crate::bench::{gid, options, watched};
 
 #[test]
@@ -272,14 +274,14 @@ fn data_before_the_end_is_read_first_and_the_hook_told() {
 fn back_pressure_and_unsignalled_sends_for_long() {
     watched(|bench| {
         for (depth, wait) in [(1, Wait::Adaptive), (2, Wait::Sleep), (16, Wait::Adaptive), (3, Wait::Busy)] {
-            const COUNT: u32 = 1000;
+            let count = rounds(1000, 100_000) as u32;
             let options = options().send_depth(depth).recv_depth(8).wait(wait).message_size(256);
             let (a, b) = bench.pair(&options);
             let run = |endpoint: Endpoint| {
                 let (mut send, mut recv) = endpoint.split();
                 thread::spawn(move || {
                     let sender = thread::spawn(move || {
-                        for i in 0..COUNT {
+                        for i in 0..count {
                             let len = 4 + (i % 200) as usize;
                             let mut data = [0; 256];
                             data[..4].copy_from_slice(&i.to_ne_bytes());
@@ -290,7 +292,7 @@ fn back_pressure_and_unsignalled_sends_for_long() {
                         send
                     });
                     let mut buf = [0; 256];
-                    for i in 0..COUNT {
+                    for i in 0..count {
                         let len = recv.recv(&mut buf).expect("received");
                         assert_eq!(len, 4 + (i % 200) as usize);
                         if len > 4 {

@@ -123,3 +123,59 @@ fn what_the_device_cannot_do_is_said_so() {
         MemoryRegion::new(&bench.a, 4096, Access::LOCAL_WRITE | Access::RELAXED_ORDERING).expect("ignored or obeyed");
     });
 }
+
+#[test]
+fn memory_is_out_of_reach_before_it_is_used_again() {
+    watched(|bench| {
+        for round in 0..5_u8 {
+            let (mut a, b) = bench.pair(&options());
+            let region = MemoryRegion::new(&bench.b, 1 << 20, Access::REMOTE_ALL).expect("a region");
+            let target = region.remote();
+            let local = MemoryRegion::new(&bench.a, 1 << 20, Access::LOCAL_WRITE).expect("a region");
+            local.fill(0..1 << 20, 0xee).expect("in range");
+            let writer = std::thread::spawn(move || {
+                loop {
+                    if let Err(e) = a.write(&local, 0..1 << 20, &target, 0) {
+                        return (e, a);
+                    }
+                }
+            });
+            std::thread::sleep(std::time::Duration::from_millis(20 * u64::from(round)));
+            drop(region);
+            // Most likely the same addresses, no longer registered.
+            let pages: Vec<_> = (0..4).map(|_| vec![round; 1 << 20]).collect();
+            let (e, a) = writer.join().expect("no panic");
+            assert_eq!(e.kind(), std::io::ErrorKind::PermissionDenied, "{e}");
+            assert!(pages.iter().flatten().all(|&byte| byte == round), "written after it was given back");
+            drop((a, b));
+        }
+    });
+}
+
+#[test]
+fn a_receive_that_timed_out_receives_later_and_not_into_freed_memory() {
+    watched(|bench| {
+        let (mut a, mut b) = bench.pair(&options());
+        let mut buffer = vec![0x5a; 4096];
+        let wait = std::time::Duration::from_millis(10);
+        assert!(matches!(b.recv_timeout(&mut buffer, wait), Err(Error::TimedOut(_))));
+        drop(buffer);
+        let pattern: Vec<_> = (0..64).map(|_| vec![0x5a_u8; 4096]).collect();
+        for i in 0..32_u8 {
+            a.send(&vec![i; 4096]).expect("sent");
+        }
+        a.flush().expect("delivered");
+        assert!(pattern.iter().flatten().all(|&byte| byte == 0x5a));
+        assert!((0..32_u8).all(|i| b.recv_buf().expect("received")[4095] == i));
+        // Dropped with receives posted while the peer sends.
+        let control = a.control();
+        let sender = std::thread::spawn(move || while a.send(&[0xee; 4096]).is_ok() {});
+        std::thread::sleep(wait);
+        drop(b);
+        let pattern: Vec<_> = (0..64).map(|_| vec![0x5a_u8; 4096]).collect();
+        std::thread::sleep(10 * wait);
+        assert!(pattern.iter().flatten().all(|&byte| byte == 0x5a));
+        control.close(rdmacm::verbs::CloseReason::Local);
+        sender.join().expect("no panic");
+    });
+}
