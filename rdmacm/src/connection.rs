@@ -1,6 +1,6 @@
 //! An established connection.
 
-mod more;
+mod operations;
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};

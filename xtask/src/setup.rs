@@ -38,6 +38,7 @@ impl Need {
                 "ibverbs-utils",
                 "rdmacm-utils",
                 "perftest",
+                "valgrind",
             ],
             // The compiler that Debian builds its kernels with is its default one.
             Self::Siw => &["make", "gcc"],
