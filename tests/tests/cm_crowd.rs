@@ -7,7 +7,7 @@ use std::sync::{Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rdmacm::{Acceptor, Connection, Connector, Error, ListenerBuilder, Manager};
+use rdmacm::{Acceptor, Connection, ConnectionOptions, Connector, Error, ListenerBuilder, Manager};
 use rdmacm_tests::process::is_listening;
 use rdmacm_tests::{Family, Holdings, Program, child, lab, rounds, wait_for};
 
@@ -21,7 +21,9 @@ const TEAR_DOWN: Duration = Duration::from_secs(10);
 
 /// Connects, gets its echo, and waits until the server says that all are served. `false` if it was refused.
 fn visit(address: SocketAddr, number: usize, start: &Barrier) -> Result<Option<Connection>, Error> {
-    let connector = Connector::new().deadline(SET_UP);
+    // The end of each takes as long as that of all, who leave at once.
+    let options = ConnectionOptions::new().disconnect_timeout(TEAR_DOWN);
+    let connector = Connector::new().deadline(SET_UP).options(options);
     start.wait();
     let mut connection = match connector.connect(address) {
         Ok(connection) => connection,
