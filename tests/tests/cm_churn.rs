@@ -18,6 +18,8 @@ fn cycles(
     count: usize,
     mut cycle: impl FnMut(usize) -> Result<(), Error>,
 ) -> Result<(), Error> {
+    // One huge page below the stack of some thread would count as 2 MiB.
+    nix::sys::prctl::set_thp_disable(true).expect("huge pages can be disabled");
     for number in 0..warm_up {
         cycle(number)?;
     }
@@ -38,9 +40,9 @@ fn cycles(
     assert!(pinned_now <= pinned, "{what}: pinned memory grew from {pinned} to {pinned_now} bytes");
     assert!(grown < GROWTH, "{what}: memory grew from {resident} to {resident_now} bytes in {count} cycles");
     // In the usual run, whatever else builds beside it makes the machine slow at times.
-    let slower = quarters[3].as_secs_f64() / quarters[0].as_secs_f64();
+    let slower = quarters[2].min(quarters[3]).as_secs_f64() / quarters[0].min(quarters[1]).as_secs_f64();
     let allowed = rounds(8, 2) as f64;
-    assert!(slower < allowed, "{what}: the last cycles took {slower:.1} times as long as the first: {quarters:?}");
+    assert!(slower < allowed, "{what}: the later cycles took {slower:.1} times as long as the first: {quarters:?}");
     Ok(())
 }
 
