@@ -90,7 +90,7 @@ impl BufferPool {
     #[inline]
     pub fn alloc(&self) -> Option<SendBuf> {
         let slot = self.inner.free.take()?;
-        Some(SendBuf { slot, len: 0, pool: self.inner.clone() })
+        Some(SendBuf { slot, len: 0, pool: Some(self.inner.clone()) })
     }
 
     /// How many buffers there are, free or not.
@@ -126,14 +126,20 @@ impl fmt::Debug for BufferPool {
 pub struct SendBuf {
     slot: u32,
     len: usize,
-    pool: Arc<PoolInner>,
+    /// `None` only in an empty stand-in for a buffer that stays with the device; `len` is 0 then.
+    pool: Option<Arc<PoolInner>>,
 }
 
 impl SendBuf {
     /// How many bytes it can hold.
     #[inline]
     pub fn capacity(&self) -> usize {
-        self.pool.arena.size()
+        self.pool.as_ref().map_or(0, |pool| pool.arena.size())
+    }
+
+    /// Stands in for a buffer that cannot be given back.
+    pub(crate) fn empty() -> SendBuf {
+        SendBuf { slot: 0, len: 0, pool: None }
     }
 
     /// Sets how many bytes are sent.
@@ -161,18 +167,18 @@ impl SendBuf {
 
     #[inline]
     pub(crate) fn addr(&self) -> NonNull<u8> {
-        self.pool.arena.slot(self.slot)
+        self.pool.as_ref().map_or(NonNull::dangling(), |pool| pool.arena.slot(self.slot))
     }
 
     #[inline]
     pub(crate) fn lkey(&self) -> u32 {
-        self.pool.arena.lkey()
+        self.pool.as_ref().map_or(0, |pool| pool.arena.lkey())
     }
 
     /// The domain, to be compared only.
     #[inline]
     pub(crate) fn domain(&self) -> NonNull<sys::ibv_pd> {
-        self.pool.arena.memory.domain()
+        self.pool.as_ref().map_or(NonNull::dangling(), |pool| pool.arena.memory.domain())
     }
 }
 
@@ -181,7 +187,7 @@ impl Deref for SendBuf {
     #[inline]
     fn deref(&self) -> &[u8] {
         // SAFETY: the slot is taken by this handle alone; the device is not told of it before the handle
-        // moves into the in-flight table; the bytes are initialised (pages begin as zeroes), `len` is
+        // moves into the in-flight table, also when the driver refuses it; the bytes are initialised (pages begin as zeroes), `len` is
         // within the slot.
         unsafe { std::slice::from_raw_parts(self.addr().as_ptr(), self.len) }
     }
@@ -198,7 +204,9 @@ impl DerefMut for SendBuf {
 impl Drop for SendBuf {
     #[inline]
     fn drop(&mut self) {
-        self.pool.free.put(self.slot);
+        if let Some(pool) = &self.pool {
+            pool.free.put(self.slot);
+        }
     }
 }
 

@@ -272,7 +272,8 @@ impl SendHalf {
         let posted = unsafe {
             self.state.post(&self.shared, request, || if inline { None } else { buf.take().map(Resource::Buffer) })
         };
-        posted.map_err(|e| (e, buf.expect("taken only when posted")))
+        // What the driver refused may be with the device all the same, so the buffer stays in the table.
+        posted.map_err(|e| (e, buf.unwrap_or_else(SendBuf::empty)))
     }
 
     /// Waits until everything posted is done: messages are in the peer's receive buffers then.

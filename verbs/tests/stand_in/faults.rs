@@ -96,14 +96,33 @@ fn made_up_and_doubled_completions_break_the_connection_and_free_nothing() {
 }
 
 #[test]
-fn an_unusable_queue_and_a_refused_request_are_told() {
-    let Rig { mut endpoint, device, .. } = rig(&options());
+fn a_refused_request_breaks_the_connection_and_keeps_what_it_names() {
+    // A driver may have queued what it refuses, and may carry it out later.
+    let Rig { mut endpoint, local, peer, device, .. } = rig(&options().max_inline(0));
+    let mut buf = endpoint.alloc().expect("a free one");
+    buf.copy_from(b"secret").expect("it fits");
     device.post_send.store(Errno::ENOMEM as i32, Ordering::SeqCst);
-    let e = endpoint.send(b"x").expect_err("refused");
+    let (e, back) = endpoint.send_buf(buf).expect_err("refused");
     assert!(matches!(&e, Error::Os(os) if os.errno == Errno::ENOMEM), "{e}");
+    assert_eq!((back.len(), back.capacity()), (0, 0), "the buffer stays with the connection");
+    drop(back);
     device.post_send.store(0, Ordering::SeqCst);
-    endpoint.send(b"x").expect("nothing was broken");
-    assert_eq!(endpoint.recv_buf().expect("received")[..], *b"x");
+    for _ in 0..3 {
+        let again = endpoint.send(b"x").expect_err("broken");
+        assert_eq!(again.to_string(), e.to_string());
+    }
+    let read = endpoint.read(&local, 0..64, &peer.remote(), 0).expect_err("broken");
+    assert_eq!(read.to_string(), e.to_string());
+}
+
+#[test]
+fn a_refused_read_keeps_its_region() {
+    let Rig { mut endpoint, local, peer, device, .. } = rig(&options());
+    device.post_send.store(Errno::EINVAL as i32, Ordering::SeqCst);
+    endpoint.read(&local, 0..64, &peer.remote(), 0).expect_err("refused");
+    let local = local.into_bytes().expect_err("the connection holds it, too");
+    drop(endpoint);
+    drop(local);
 }
 
 #[test]

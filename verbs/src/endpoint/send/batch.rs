@@ -6,7 +6,7 @@ use std::ptr;
 
 use super::one_sided::Transfer;
 use super::pending::Ticket;
-use super::state::{Prepared, Request, Resource, refused};
+use super::state::{Prepared, Request, Resource};
 use super::{SendHalf, message};
 use crate::error::{Error, Result};
 use crate::mr::MemoryRegion;
@@ -180,8 +180,7 @@ impl Batch<'_> {
     /// `signal_every`), the end of the last one is told, and only some of the others.
     ///
     /// # Errors
-    /// The cause, once the connection is broken or closed; [`Error::Os`] when the driver refuses: those before the refused
-    /// one are posted then.
+    /// The cause, once the connection is broken or closed; [`Error::Os`] when the driver refuses, which breaks it.
     pub fn post(mut self) -> Result<Ticket> {
         let Batch { half, room } = &mut self;
         let (state, shared) = (&mut *half.state, &half.shared);
@@ -210,15 +209,9 @@ impl Batch<'_> {
         let first = chain.as_mut_ptr();
         // SAFETY: the list lies in `chain`. Each request names the slot of the place that it gets, or memory that its
         // resource keeps, which moves into the table below or lives through the call if the data is inline.
-        let posted = match unsafe { shared.queue_pair().post_sends(&raw mut (*first).wr) } {
-            Ok(()) => Ok(count),
-            Err((rc, bad)) => {
-                let done = chain[..count].iter().position(|one| ptr::eq(&raw const one.wr, bad)).unwrap_or(0);
-                Err((rc, done))
-            }
-        };
-        let done = posted.unwrap_or_else(|(_, done)| done);
-        for (request, resource) in staged.drain(..).take(done) {
+        let posted = unsafe { shared.queue_pair().post_sends(&raw mut (*first).wr) };
+        // All of them count as posted whatever the driver says, as in `SendState::post`.
+        for (request, resource) in staged.drain(..) {
             match resource {
                 Resource::Region(_) | Resource::Buffer(_) if !request.inline => {
                     state.table.push_holding(request.kind, request.signal, resource);
@@ -227,8 +220,8 @@ impl Batch<'_> {
             }
         }
         match posted {
-            Ok(_) => Ok(Ticket::at(state.table.next_seq())),
-            Err((rc, _)) => Err(refused(shared, rc)),
+            Ok(()) => Ok(Ticket::at(state.table.next_seq())),
+            Err((rc, _)) => Err(state.refused(shared, rc, count as u64)),
         }
     }
 }

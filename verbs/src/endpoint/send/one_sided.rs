@@ -116,8 +116,12 @@ impl SendHalf {
         if transfer.len.wrapping_sub(1) < self.state.max_message && self.has_room() {
             let request = transfer.request(&self.state, 0, transfer.len, true);
             // SAFETY: as in `one_sided_slow`, with `owed`.
-            unsafe { self.state.post(&self.shared, request, || None)? };
+            let posted = unsafe { self.state.post(&self.shared, request, || None) };
             let end = self.state.table.next_seq();
+            if let Err(refused) = posted {
+                drop(Owed { half: self, region: transfer.local, end });
+                return Err(refused);
+            }
             // Nothing here panics.
             let looked = self.state.reap_batch(&self.shared);
             if looked.is_some() && self.state.table.is_over(end) {
@@ -156,8 +160,9 @@ impl SendHalf {
             let request = transfer.request(&owed.half.state, done, len, true);
             // SAFETY: the range lies in the region, which is borrowed here, and which `owed` puts into the table
             // should this end before the operation; Rust code accesses its memory by copies that tolerate races.
-            unsafe { owed.half.state.post(&owed.half.shared, request, || None)? };
+            let posted = unsafe { owed.half.state.post(&owed.half.shared, request, || None) };
             owed.end = owed.half.state.table.next_seq();
+            posted?;
             done += len;
             if done == transfer.len {
                 return owed.wait(patience);

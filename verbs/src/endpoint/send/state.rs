@@ -157,8 +157,9 @@ impl SendState {
         send_depth.next_power_of_two()
     }
 
-    /// Posts a request, for which there must be room. When it is posted, what `hold` returns stays in the table
-    /// until it is done.
+    /// Posts a request, for which there must be room. What `hold` returns stays in the table until it is done. A request
+    /// that the driver refuses counts as posted and breaks the connection: rxe has queued it before it finds that it cannot
+    /// ring the doorbell, and carries it out with the next one.
     ///
     /// # Safety
     /// The local memory is registered and within its region. Unless it is inline, it is kept by what `hold` returns, or is
@@ -177,14 +178,11 @@ impl SendState {
         prepared.fill(&request, table.next_seq(), signalled, self.solicit);
         // SAFETY: as the caller says; `prepared` lives through the call, and its `next` is null.
         let rc = unsafe { shared.queue_pair().post_send(&mut prepared.wr) };
-        if rc != 0 {
-            return Err(refused(shared, rc));
-        }
         match hold() {
             None => table.push(request.kind, signalled),
             Some(resource) => table.push_holding(request.kind, signalled, resource),
         }
-        Ok(())
+        if rc != 0 { Err(self.refused(shared, rc, 1)) } else { Ok(()) }
     }
 
     /// Takes note of all completions there are.
@@ -290,6 +288,19 @@ impl SendState {
         }
     }
 
+    /// The driver refused the last `count` requests of the table, or the first of them: nothing more may reach the device.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn refused(&mut self, shared: &Shared, rc: i32, count: u64) -> Error {
+        self.failed_from.get_or_insert(self.table.next_seq() - count);
+        if shared.is_broken() {
+            return shared.reason();
+        }
+        let error = Error::from(OsError::new("ibv_post_send", Errno::from_raw(rc.wrapping_abs())));
+        shared.fail_by(error.clone());
+        error
+    }
+
     /// `Ok` when all operations below `end` were done; that they are over must be known.
     pub(super) fn outcome(&self, shared: &Shared, end: u64) -> Result<()> {
         match self.failed_from {
@@ -311,12 +322,4 @@ fn unknown(shared: &Shared, wr_id: u64) {
     } else {
         shared.fail_by(Error::Provider("a send completed that was not outstanding"));
     }
-}
-
-#[cold]
-pub(super) fn refused(shared: &Shared, rc: i32) -> Error {
-    if shared.is_broken() {
-        return shared.reason();
-    }
-    OsError::new("ibv_post_send", Errno::from_raw(rc.wrapping_abs())).into()
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::state::{Resource, refused};
+use super::state::Resource;
 use super::{SendHalf, Wish, message};
 use crate::error::{Error, Opcode, Result};
 use crate::inflight;
@@ -88,10 +88,10 @@ impl SendHalf {
         wr.send_flags = sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
         // SAFETY: it names no memory but the window and its region, which go into the table.
         let rc = unsafe { self.shared.queue_pair().post_send(&mut wr) };
-        if rc != 0 {
-            return Err(refused(&self.shared, rc));
-        }
         self.state.table.push_holding(kind, true, Resource::Window(window.clone()));
+        if rc != 0 {
+            return Err(self.state.refused(&self.shared, rc, 1));
+        }
         let end = self.state.table.next_seq();
         self.wait_until(&mut patience, "a memory window", |table| table.is_over(end))?;
         self.state.outcome(&self.shared, end)
