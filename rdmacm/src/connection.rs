@@ -19,6 +19,7 @@ use crate::id::Key;
 use crate::manager::{Device, Manager};
 use crate::private_data::PrivateData;
 use crate::sys;
+use crate::time;
 
 /// How long dropping a connection waits for its id to be gone.
 const RELEASE_DEADLINE: Duration = Duration::from_secs(1);
@@ -500,7 +501,7 @@ pub(crate) struct Link {
 impl Link {
     /// Disconnects, and waits for the peer's answer.
     fn disconnect(&self, limit: Duration) -> Result<()> {
-        let deadline = Instant::now() + limit;
+        let deadline = time::after(Instant::now(), limit);
         self.manager.mailbox().send(Command::Disconnect { key: self.key, deadline });
         match handle::wait(&self.notices, deadline)? {
             Some(Notice::Closed { answered: true }) => Ok(()),

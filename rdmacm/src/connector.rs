@@ -15,6 +15,7 @@ use crate::manager::{Device, Manager};
 use crate::options::{ConnectionOptions, PrivateDataChoice};
 use crate::private_data::Carrier;
 use crate::setup::{Lent, Limit};
+use crate::time;
 
 /// The deadline of a connect that names none.
 const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
@@ -163,7 +164,7 @@ impl Connector {
             None => Manager::global()?,
         };
         let started = Instant::now();
-        let deadline = started + self.deadline;
+        let deadline = time::after(started, self.deadline);
         let mut last = Error::Misuse("the source address is of another family than every address of the peer");
         for destination in addresses {
             if self.source.is_some_and(|source| source.is_ipv4() != destination.is_ipv4()) {

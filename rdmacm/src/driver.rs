@@ -30,6 +30,7 @@ use crate::options::ListenPlan;
 use crate::private_data::PrivateData;
 use crate::proto::{self, Call, Input, Output, Step};
 use crate::sys::{CallError, IdOption};
+use crate::time;
 use removed::Removed;
 use slot::{ConnectionSlot, Details, ListenerSlot, Probed, Slot};
 
@@ -223,7 +224,7 @@ impl Driver {
             let Some(Slot::Connection(slot)) = self.slots.get_mut(&key) else { continue };
             match slot.probe(key) {
                 Probed::Again(interval) => {
-                    self.probes.insert((now + interval, key));
+                    self.probes.insert((time::after(now, interval), key));
                 }
                 Probed::Broken => self.feed(key, Input::Broken, None),
                 Probed::Over => {}
@@ -387,7 +388,7 @@ impl Driver {
                 if notice == proto::Notice::Established
                     && let Some(interval) = slot.probe_interval()
                 {
-                    self.probes.insert((Instant::now() + interval, key));
+                    self.probes.insert((time::after(Instant::now(), interval), key));
                 }
                 if !heard && slot.is_lent() {
                     // The user thread no longer waits, and the loan that it was offered is dropped.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TrySendError};
 
 use crate::error::{Error, Result, TimedOutStep};
+use crate::time;
 
 /// Events that nobody took are kept up to this many; the end is never lost.
 const CAPACITY: usize = 32;
@@ -54,7 +55,7 @@ impl ConnectionEvents {
     /// # Errors
     /// [`Error::TimedOut`] when it is not over after `timeout`.
     pub fn wait_closed(&mut self, timeout: Duration) -> Result<Error> {
-        let deadline = Instant::now() + timeout;
+        let deadline = time::after(Instant::now(), timeout);
         loop {
             match self.next_timeout(deadline.saturating_duration_since(Instant::now()))? {
                 Some(ConnectionEvent::Closed(cause)) => return Ok(cause),

@@ -124,6 +124,7 @@ mod retry;
 mod setup;
 mod stream;
 mod sys;
+mod time;
 
 pub use cancel::CancelToken;
 pub use connection::{Connection, RecvHalf, SendHalf};

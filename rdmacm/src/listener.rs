@@ -20,9 +20,14 @@ use crate::options::{AcceptOptions, ListenPlan};
 use crate::request::{self, ConnectRequest};
 use crate::setup::Handshake;
 use crate::sys;
+use crate::time;
 
+/// The queue is allocated when the listener is made.
+const MAX_BACKLOG: usize = 65_536;
 /// How long binding may take: the calls are immediate, the event-channel thread may be busy.
 const BIND_DEADLINE: Duration = Duration::from_secs(5);
+/// How often an acceptor looks for room while as many handshakes are under way as may be.
+const RECHECK: Duration = Duration::from_millis(20);
 /// How long dropping a listener waits for its id to be gone.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(1);
 
@@ -73,10 +78,11 @@ impl ListenerBuilder {
         self
     }
 
-    /// How many requests may wait to be taken (default 128, at least 1); those above are refused at once.
+    /// How many requests may wait to be taken (default 128, at least 1, at most 65,536); those above are refused at once. As
+    /// many accepted clients may be slow to acknowledge before they delay others.
     #[must_use]
     pub fn backlog(mut self, requests: usize) -> Self {
-        self.backlog = requests.max(1);
+        self.backlog = requests.clamp(1, MAX_BACKLOG);
         self
     }
 
@@ -279,7 +285,7 @@ impl Acceptor {
     /// # Errors
     /// As [`accept`](Self::accept), and [`Error::TimedOut`].
     pub fn accept_timeout(&self, timeout: Duration) -> Result<Connection> {
-        self.accept_within(Patience::For(timeout, Instant::now() + timeout))
+        self.accept_within(Patience::For(timeout, time::after(Instant::now(), timeout)))
     }
 
     /// As [`accept`](Self::accept), until `token` is cancelled.
@@ -343,7 +349,7 @@ impl Acceptor {
     /// # Errors
     /// As [`request`](Self::request), and [`Error::TimedOut`].
     pub fn request_timeout(&self, timeout: Duration) -> Result<ConnectRequest> {
-        self.request_within(Patience::For(timeout, Instant::now() + timeout))
+        self.request_within(Patience::For(timeout, time::after(Instant::now(), timeout)))
     }
 
     /// As [`request`](Self::request), until `token` is cancelled.
@@ -375,6 +381,8 @@ impl Acceptor {
             let full = accepting && self.handshakes.len() >= self.backlog;
             let requests = if full { &nothing } else { &self.requests };
             let decided = if accepting { &self.handshakes.outcomes } else { &never };
+            // A handshake that ends makes room, which this thread may not be told of.
+            let recheck = if full { crossbeam_channel::after(RECHECK) } else { crossbeam_channel::never() };
             let (timer, cancelled, after) = match patience {
                 Patience::Endless => (crossbeam_channel::never(), &endless, Duration::ZERO),
                 Patience::For(after, deadline) => (crossbeam_channel::at(deadline), &endless, after),
@@ -386,6 +394,7 @@ impl Acceptor {
                     Ok(key) => return Ok(Next::Decided(key)),
                     Err(_) => unreachable!("the acceptor itself holds a sender"),
                 },
+                recv(recheck) -> _ => continue,
                 recv(timer) -> _ => return Err(Error::TimedOut { step: TimedOutStep::Request, after }),
                 recv(cancelled) -> _ => return Err(Error::Cancelled),
             };
@@ -401,7 +410,8 @@ impl Acceptor {
     /// The connections, one after the other, until the listener is closed. Errors as those of [`accept`](Self::accept).
     pub fn incoming(&self) -> impl Iterator<Item = Result<Connection>> + '_ {
         std::iter::from_fn(|| match self.accept() {
-            Err(Error::ListenerClosed) => None,
+            // Nothing more will come.
+            Err(Error::ListenerClosed | Error::DeviceRemoved | Error::ManagerGone | Error::Forked) => None,
             result => Some(result),
         })
     }
@@ -424,7 +434,8 @@ enum Next {
 
 /// The handshakes that the acceptors of a listener have begun; whichever of them waits when one is decided finishes it.
 struct Handshakes {
-    pending: Mutex<HashMap<Key, Handshake>>,
+    /// `None` once the listener is gone.
+    pending: Mutex<Option<HashMap<Key, Handshake>>>,
     decided: Sender<Key>,
     outcomes: Receiver<Key>,
 }
@@ -432,13 +443,18 @@ struct Handshakes {
 impl Handshakes {
     fn new() -> Self {
         let (decided, outcomes) = crossbeam_channel::unbounded();
-        Self { pending: Mutex::default(), decided, outcomes }
+        Self { pending: Mutex::new(Some(HashMap::new())), decided, outcomes }
     }
 
     fn add(&self, handshake: Handshake) {
         let key = handshake.key();
         let mut pending = self.lock();
-        let decided = pending.entry(key).insert_entry(handshake).get().is_decided();
+        let Some(begun) = &mut *pending else {
+            // The listener went meanwhile: so does the client, without the lock.
+            drop(pending);
+            return drop(handshake);
+        };
+        let decided = begun.entry(key).insert_entry(handshake).get().is_decided();
         drop(pending);
         if decided {
             // Another thread may have looked for it before it was here.
@@ -447,20 +463,20 @@ impl Handshakes {
     }
 
     fn remove(&self, key: Key) -> Option<Handshake> {
-        self.lock().remove(&key)
+        self.lock().as_mut()?.remove(&key)
     }
 
     fn len(&self) -> usize {
-        self.lock().len()
+        self.lock().as_ref().map_or(0, HashMap::len)
     }
 
     fn give_up(&self) {
-        let pending = std::mem::take(&mut *self.lock());
+        let pending = self.lock().take();
         drop(pending);
     }
 
     /// Each change is one insertion or removal, so the map is whole whatever a panicking thread did.
-    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Handshake>> {
+    fn lock(&self) -> MutexGuard<'_, Option<HashMap<Key, Handshake>>> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

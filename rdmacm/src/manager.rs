@@ -41,14 +41,14 @@ impl Manager {
     /// As [`Manager::new`].
     pub fn global() -> Result<Self> {
         static GLOBAL: Mutex<Weak<Inner>> = Mutex::new(Weak::new());
-        let known = lock(&GLOBAL).upgrade();
+        let known = lock(&GLOBAL).upgrade().filter(Inner::is_alive);
         if let Some(inner) = known {
             return Ok(Self { inner });
         }
         // Made without the lock, since it goes to the kernel; of two threads here the first stays.
         let made = Self::new()?;
         let mut global = lock(&GLOBAL);
-        match global.upgrade() {
+        match global.upgrade().filter(Inner::is_alive) {
             Some(inner) => Ok(Self { inner }),
             None => {
                 *global = Arc::downgrade(&made.inner);
@@ -137,6 +137,13 @@ impl fmt::Debug for Manager {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let handles = Arc::strong_count(&self.inner);
         f.debug_struct("Manager").field("devices", &self.inner.domains.len()).field("handles", &handles).finish()
+    }
+}
+
+impl Inner {
+    /// Whether the event-channel thread runs; should it have panicked, a new manager takes over.
+    fn is_alive(self: &Arc<Self>) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 }
 

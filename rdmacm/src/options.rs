@@ -165,6 +165,11 @@ impl ConnectionOptions {
         if self.keepalive.is_some_and(|keepalive| keepalive.interval < MIN_KEEPALIVE || keepalive.misses == 0) {
             return Err(Error::Misuse("a keepalive needs an interval of at least 10 ms and at least one miss"));
         }
+        if self.disconnect_timeout.is_zero() {
+            return Err(Error::Misuse(
+                "a disconnect_timeout of zero leaves no time to disconnect: use Connection::abort",
+            ));
+        }
         if self.rnr_retry > 7 {
             return Err(Error::Misuse("rnr_retry is 0 to 6, or 7 for ever"));
         }

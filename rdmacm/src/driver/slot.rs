@@ -22,6 +22,7 @@ use crate::proto::connection::{self, Connection};
 use crate::proto::listener::Listener;
 use crate::proto::{self, Call, Closed, Event, Failure, Input, Output, Step};
 use crate::sys::CallError;
+use crate::time;
 
 /// What the kernel is given on top of our deadline, so that ours comes first.
 const KERNEL_MARGIN: Duration = Duration::from_millis(200);
@@ -141,7 +142,7 @@ impl ConnectionSlot {
             decided: None,
             peer,
             started,
-            deadline: started + ttl,
+            deadline: time::after(started, ttl),
             armed: None,
             parameters: Parameters::default(),
             role: Role::Passive(claim),

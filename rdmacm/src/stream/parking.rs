@@ -72,7 +72,7 @@ impl Parking {
         mut attempt: impl FnMut() -> io::Result<Attempt<T>>,
     ) -> io::Result<Option<T>> {
         if let Some(budget) = self.spin.next() {
-            let end = Instant::now() + budget;
+            let end = crate::time::after(Instant::now(), budget);
             let found = spin(deadline.map_or(end, |deadline| deadline.min(end)), &mut attempt)?;
             self.spin.learn(found.is_some());
             if found.is_some() {
