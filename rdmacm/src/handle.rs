@@ -142,6 +142,7 @@ pub(crate) enum Notice {
         local: SocketAddr,
     },
     Established {
+        depths: ConnectionDepths,
         private_data: PrivateData,
     },
     /// Set-up failed, and the id is gone.

@@ -128,7 +128,10 @@ impl Handshake {
 
     fn finish(mut self, notice: Option<Notice>) -> Result<Connection> {
         match notice {
-            Some(Notice::Established { private_data }) => {
+            Some(Notice::Established { depths, private_data }) => {
+                if depths.initiator_depth == 0 {
+                    self.endpoint.sender().forbid_reads();
+                }
                 if let Err(error) = self.link.control.queue_pair().set_rnr_timer(self.rnr_timer) {
                     // The connection works without it, with 655 ms for each message that comes too early.
                     log::debug!("id={} rnr timer: {error}", self.link.key.0);

@@ -312,13 +312,22 @@ impl ConnectionSlot {
                 Notice::Routed { loan: self.id.lend(), local }
             }
             proto::Notice::Established => {
-                let private_data = details.map(|details| details.private_data).unwrap_or_default();
+                let (depths, private_data) = details.map(|d| (d.depths, d.private_data)).unwrap_or_default();
+                let depths = match self.role {
+                    // As the peer's reply says.
+                    Role::Active(_) => depths,
+                    // As our own reply said.
+                    Role::Passive(_) => ConnectionDepths {
+                        responder_resources: self.parameters.responder_resources,
+                        initiator_depth: self.parameters.initiator_depth,
+                    },
+                };
                 log::debug!("id={} established with {} after {:?}", key.0, self.peer, self.started.elapsed());
                 count(match self.role {
                     Role::Active(_) => &counters.connects_established,
                     Role::Passive(_) => &counters.requests_accepted,
                 });
-                Notice::Established { private_data }
+                Notice::Established { depths, private_data }
             }
             proto::Notice::Failed(failure) => {
                 let error = self.error(failure, details);

@@ -276,6 +276,12 @@ impl SendHalf {
         posted.map_err(|e| (e, buf.unwrap_or_else(SendBuf::empty)))
     }
 
+    /// Refuses RDMA reads and atomics from now on: the connection was set up with an initiator depth of 0.
+    #[doc(hidden)]
+    pub fn forbid_reads(&mut self) {
+        self.state.reads = false;
+    }
+
     /// Waits until everything posted is done: messages are in the peer's receive buffers then.
     ///
     /// # Errors

@@ -1,5 +1,6 @@
 //! Atomic operations on eight bytes of the peer's memory.
 
+use super::one_sided::NO_READS;
 use super::pending::Ticket;
 use super::state::{Request, Resource};
 use super::{SendHalf, Wish};
@@ -120,6 +121,9 @@ impl SendHalf {
     fn word(&self, remote: &RemoteRegion, offset: u64) -> Result<u64> {
         if !self.state.atomics {
             return Err(Error::Unsupported("the device has no atomic operations"));
+        }
+        if !self.state.reads {
+            return Err(NO_READS);
         }
         let to = remote.locate(offset, 8)?;
         if !to.is_multiple_of(8) {

@@ -285,6 +285,9 @@ impl<'a> Transfer<'a> {
         if !local.access().contains(Access::LOCAL_WRITE) {
             return Err(unwritable());
         }
+        if !half.state.reads {
+            return Err(NO_READS);
+        }
         let (start, len) = half.local_range(local, range)?;
         Ok(Transfer {
             kind: Opcode::Read,
@@ -347,6 +350,10 @@ fn foreign() -> Error {
 fn unwritable() -> Error {
     Error::misuse("the local region of an RDMA read must have local write access")
 }
+
+/// A queue pair without room for reads never ends one.
+pub(super) const NO_READS: Error =
+    Error::Unsupported("the connection was set up without RDMA reads and atomics (its initiator depth is 0)");
 
 /// A blocking operation in flight on a borrowed region. However the call ends, by a timeout, an error or a panic, the
 /// region goes into the table if the device may still use it.

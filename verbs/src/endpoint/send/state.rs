@@ -30,6 +30,8 @@ pub(in super::super) struct SendState {
     pub(super) solicit: u32,
     /// Whether the device has atomic operations.
     pub(super) atomics: bool,
+    /// Whether the connection lets this side read the peer's memory at all.
+    pub(super) reads: bool,
     /// Made with the first batch.
     pub(super) batch_room: Option<Box<super::batch::Room>>,
     /// The domain of the queue pair, to be compared only.
@@ -140,6 +142,7 @@ impl SendState {
             prepared: Box::new(Prepared::new()),
             solicit: 0,
             atomics,
+            reads: true,
             batch_room: None,
             signal_interval: options.signal_interval(),
             tell_all: options.signal_every == 0,
