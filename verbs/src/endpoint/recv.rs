@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::options::EndpointOptions;
 use super::shared::Shared;
 use crate::cq::{Completion, Completions};
-use crate::error::{Error, Opcode, Result, WorkError};
+use crate::error::{CloseReason, Error, Opcode, Result, WorkError};
 use crate::pool::Arena;
 use crate::sys;
 use crate::wait::{Patience, Wait, Waiter, check_timeout};
@@ -291,11 +291,12 @@ impl RecvHalf {
         shared.settle(self.waiter.wait(cq, closed, &mut patience, WHAT, progress))
     }
 
-    /// Looks through all receive completions for a better cause than a flush, which the sending half met.
+    /// Looks through all receive completions for a better cause than a flush, or than the peer's disconnect, which the
+    /// sending half met.
     /// Messages found on the way are kept.
     #[cold]
     pub fn explain(&mut self, e: Error) -> Error {
-        if !e.is_flush() {
+        if !e.is_flush() && !matches!(e, Error::Closed(CloseReason::Peer)) {
             return e;
         }
         while let Ok(Some(message)) = advance(&self.shared, &mut self.batch) {

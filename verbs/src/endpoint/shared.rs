@@ -12,7 +12,7 @@ use nix::sys::eventfd::EventFd;
 
 use super::send::SendState;
 use crate::cq::{Completion, Completions};
-use crate::error::{Error, Opcode, OsError, Result, WorkError, WorkStatus};
+use crate::error::{CloseReason, Error, Opcode, OsError, Result, WorkError, WorkStatus};
 use crate::inflight;
 use crate::pool::Arena;
 use crate::qp::QueuePair;
@@ -44,7 +44,9 @@ pub(super) struct Shared {
     closed: EventFd,
     /// Why it broke.
     cause: OnceLock<Error>,
-    /// What is known while `cause` is not: that something was flushed.
+    /// The peer's disconnect. A failed completion that is there, but was not looked at yet, says why it disconnected.
+    ended: OnceLock<Error>,
+    /// What is known while neither is: that something was flushed.
     flushed: OnceLock<Error>,
     /// Somebody waited for `cause` to be told already.
     waited: AtomicBool,
@@ -75,6 +77,7 @@ impl Shared {
             stopped: AtomicBool::new(false),
             closed,
             cause: OnceLock::new(),
+            ended: OnceLock::new(),
             flushed: OnceLock::new(),
             waited: AtomicBool::new(false),
             hook: OnceLock::new(),
@@ -115,15 +118,16 @@ impl Shared {
 
     /// The cause, or what is known of it.
     pub(super) fn cause(&self) -> Option<Error> {
-        self.cause.get().or(self.flushed.get()).cloned()
+        self.cause.get().or(self.ended.get()).or(self.flushed.get()).cloned()
     }
 
     /// The cause of a broken connection. If only a flush is known, it is waited a moment for more, once.
     #[cold]
     pub(super) fn reason(&self) -> Error {
-        if self.cause.get().is_none() && !self.waited.load(Ordering::Relaxed) {
+        let unknown = || self.cause.get().is_none() && self.ended.get().is_none();
+        if unknown() && !self.waited.load(Ordering::Relaxed) {
             let end = Instant::now() + CAUSE_WAIT;
-            while self.cause.get().is_none() && Instant::now() < end {
+            while unknown() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(1));
             }
             self.waited.store(true, Ordering::Relaxed);
@@ -148,7 +152,11 @@ impl Shared {
     /// Breaks the connection, but leaves the queue pair as it is. Returns whether it was not broken before.
     #[cold]
     pub(super) fn note(&self, cause: Error) -> bool {
-        let place = if cause.is_flush() { &self.flushed } else { &self.cause };
+        let place = match &cause {
+            flush if flush.is_flush() => &self.flushed,
+            Error::Closed(CloseReason::Peer) => &self.ended,
+            _ => &self.cause,
+        };
         if let Ok(()) = place.set(cause) {
             log::debug!("qp {:#x}: broken: {:?}", self.qp.qp_num(), place.get());
         }

@@ -139,3 +139,16 @@ fn garbage_in_error_completions_is_not_looked_at() {
     assert!(matches!(&e, Error::Work(w) if w.status == WorkStatus(999)), "{e}");
     drop(device);
 }
+
+#[test]
+fn a_failed_completion_says_why_the_peer_disconnected() {
+    let Rig { mut endpoint, device, .. } = rig(&options());
+    device.tamper(|wc| wc.status = WorkStatus::LOCAL_LENGTH.0);
+    endpoint.send(b"x").expect("posted");
+    // The peer found out, too, and its disconnect is heard of before anybody looks at the queue.
+    endpoint.control().close(CloseReason::Peer);
+    let e = endpoint.recv_buf().expect_err("it did not fit");
+    assert!(matches!(&e, Error::Work(w) if w.status == WorkStatus::LOCAL_LENGTH), "{e}");
+    let again = endpoint.send(b"y").expect_err("over");
+    assert_eq!(again.to_string(), e.to_string());
+}
