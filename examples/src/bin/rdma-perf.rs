@@ -391,7 +391,7 @@ fn client(kind: Kind, measure: &Measure) -> Result<()> {
 
 /// The device and the way, then the names of the columns.
 fn describe(connection: &Connection, plan: Plan) -> Result<()> {
-    let (device, qp) = (connection.device(), connection.queue_pair().query()?);
+    let (device, qp) = (connection.device(), connection.queue_pair_attributes()?);
     let port = device.context().port(qp.port)?;
     let local = connection.local_addr().ip();
     let gid = device.context().gid_table()?.into_iter().find(|entry| {

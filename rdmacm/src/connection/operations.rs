@@ -5,16 +5,21 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use verbs::{Access, Batch, MemoryRegion, MemoryWindow, Notification, QueuePair, RecvBuf, RemoteRegion, Ticket, Wait};
+use verbs::{
+    Access, Batch, MemoryRegion, MemoryWindow, Notification, QueuePairAttributes, RecvBuf, RemoteRegion, Ticket, Wait,
+};
 
 use super::{Connection, RecvHalf, SendHalf};
 use crate::error::Result;
 
 impl Connection {
-    /// The queue pair, for queries of its state and attributes.
-    #[must_use]
-    pub fn queue_pair(&self) -> &QueuePair {
-        self.link().control.queue_pair()
+    /// The state and attributes of the queue pair, as the device has them now (`ibv_query_qp`).
+    ///
+    /// # Errors
+    /// [`verbs::Error::Os`], for instance when the device is gone.
+    #[doc(alias = "ibv_query_qp")]
+    pub fn queue_pair_attributes(&self) -> Result<QueuePairAttributes> {
+        Ok(self.link().control.queue_pair().query()?)
     }
 
     /// The half that sends, for what is not offered here.

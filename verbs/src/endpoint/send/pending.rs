@@ -62,7 +62,8 @@ impl SendHalf {
     /// # Errors
     /// * [`Error::TimedOut`] when a timeout is set; the operation goes on, and can be waited for again.
     /// * [`Error::Work`] when it failed; the cause when it was not carried out because the connection broke.
-    /// * [`Error::Misuse`] for a ticket that this half cannot have given.
+    /// * [`Error::Misuse`] for a ticket of an operation that this half has not posted yet. A ticket of another half is not
+    ///   always recognised: it then speaks of this half's operation of the same number.
     #[inline]
     pub fn wait(&mut self, ticket: Ticket) -> Result<()> {
         // The operation was posted and so is not late: one look is enough, mostly.
