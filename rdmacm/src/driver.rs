@@ -4,6 +4,7 @@
 //! It waits for the channel, for a command, or for the nearest deadline; turns what it finds into an input of the id's
 //! machine (`proto`), and carries out the machine's outputs. It never holds a lock and makes only calls that return at once.
 
+mod nodes;
 mod removed;
 mod slot;
 
@@ -31,6 +32,7 @@ use crate::private_data::PrivateData;
 use crate::proto::{self, Call, Input, Output, Step};
 use crate::sys::{CallError, IdOption};
 use crate::time;
+use nodes::Nodes;
 use removed::Removed;
 use slot::{ConnectionSlot, Details, ListenerSlot, Probed, Slot};
 
@@ -48,6 +50,8 @@ pub(crate) struct Driver {
     domains: Arc<Domains>,
     /// The devices in use.
     devices: HashMap<ContextAddress, AsyncEvents>,
+    /// Tells when a device node vanishes; `None` where the system has no such news.
+    nodes: Option<Nodes>,
     /// Devices that were removed and that librdmacm may still hold, with the time of the next look.
     removed: Removed,
 }
@@ -70,6 +74,7 @@ impl Driver {
             counters,
             domains,
             devices: HashMap::new(),
+            nodes: Nodes::watch(),
             removed: Removed::default(),
         }
     }
@@ -92,6 +97,7 @@ impl Driver {
             }
             self.drain_events();
             self.drain_async_events();
+            self.look_for_vanished_nodes();
             let now = Instant::now();
             self.expire(now);
             self.probe(now);
@@ -112,7 +118,7 @@ impl Driver {
                 PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
             }
         };
-        let devices = self.devices.values().map(AsFd::as_fd);
+        let devices = self.devices.values().map(AsFd::as_fd).chain(self.nodes.as_ref().map(AsFd::as_fd));
         let mut fds: Vec<_> = [self.events.channel().as_fd(), self.mailbox.wake_fd()]
             .into_iter()
             .chain(devices)
@@ -188,8 +194,29 @@ impl Driver {
     /// The device of this id was removed. Everybody on it is told at once: the kernel's events for the others come one by
     /// one, and find them told.
     fn device_removed(&mut self, key: Key, status: i32) {
-        let Some(slot) = self.slots.get(&key) else { return };
-        let context = slot.context();
+        if let Some(slot) = self.slots.get(&key) {
+            self.forget_device(slot.context(), status);
+        }
+    }
+
+    /// A device on which nothing of ours lives is removed without an event; but its node vanishes.
+    fn look_for_vanished_nodes(&mut self) {
+        let Some(nodes) = &self.nodes else { return };
+        let vanished = nodes.vanished();
+        if vanished.is_empty() {
+            return;
+        }
+        let known = self.devices.iter();
+        let gone: Vec<_> = known
+            .filter(|(_, events)| vanished.contains(&events.context().node_name()))
+            .map(|(&context, _)| context)
+            .collect();
+        for context in gone {
+            self.forget_device(context, 0);
+        }
+    }
+
+    fn forget_device(&mut self, context: ContextAddress, status: i32) {
         self.domains.forget(context);
         self.devices.remove(&context);
         self.removed.add(context, Instant::now());

@@ -68,9 +68,8 @@
 //!
 //! A removed device ends every connection on it with [`CloseReason::DeviceRemoved`]. When the program has dropped what it had
 //! on the device, librdmacm is made to close it, so that the kernel's removal (`rdma link delete`) can finish; Soft-RoCE and
-//! Soft-iWARP wait for that. Two cases are beyond this: if it was the last device, librdmacm keeps it open until the process
-//! ends; and if no connection or listener of the manager was on the device when it went, the kernel tells nobody, and the
-//! manager's protection domain keeps it open until the manager ends. A listener
+//! Soft-iWARP wait for that. Not if it was the last device: librdmacm then keeps it open until the process
+//! ends. A listener
 //! on `0.0.0.0` or `[::]` outlives its devices and serves again when one comes back; one on a device's own address ends
 //! with it.
 //!

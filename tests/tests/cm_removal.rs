@@ -109,3 +109,25 @@ fn a_removed_device_ends_every_call_and_a_listener_serves_when_it_is_back() -> R
     assert!(counters.closed_by_device_removal > 0, "{counters:?}");
     Ok(())
 }
+
+#[test]
+fn a_device_that_is_only_remembered_can_be_removed() -> Result<(), Error> {
+    let Some(lab) = lab(120) else { return Ok(()) };
+    let Some(faults) = Faults::available() else { return Ok(()) };
+    let manager = Manager::new()?;
+    {
+        let listener = ListenerBuilder::new().manager(&manager).bind(lab.server(Family::V4))?;
+        let address = listener.local_addr();
+        thread::scope(|scope| {
+            let client = scope.spawn(|| Connector::new().manager(&manager).connect(address));
+            drop(listener.accept());
+            drop(client.join().expect("no panic"));
+        });
+    }
+    // The manager lives, and nothing of it is on the device: the kernel tells nobody of its removal.
+    let took = faults.remove_device("rxe1", Duration::from_secs(10));
+    faults.add_device("rxe1", "v1");
+    assert!(took < Duration::from_secs(5), "the removal took {took:?}");
+    println!("removed in {took:?}");
+    Ok(())
+}

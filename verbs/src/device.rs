@@ -182,6 +182,12 @@ impl Context {
         self.inner.raw
     }
 
+    /// The name of the device's node in `/dev/infiniband`, such as `uverbs0`.
+    pub fn node_name(&self) -> String {
+        // SAFETY: the context is alive, and its device with it.
+        unsafe { NonNull::new((*self.as_raw()).device).map_or_else(String::new, |device| sys::device_node(device)) }
+    }
+
     /// The name of the device.
     pub fn name(&self) -> String {
         // SAFETY: the context is alive, and its device with it.

@@ -106,6 +106,12 @@ pub unsafe fn device_name(device: NonNull<ibv_device>) -> String {
     }
 }
 
+/// The name of the device's node in /dev/infiniband, such as `uverbs0`.
+pub unsafe fn device_node(device: NonNull<ibv_device>) -> String {
+    // SAFETY: the caller's device is alive; the array inside it is NUL-terminated and constant.
+    unsafe { CStr::from_ptr((&raw const (*device.as_ptr()).dev_name).cast()).to_string_lossy().into_owned() }
+}
+
 pub unsafe fn device_guid(device: NonNull<ibv_device>) -> u64 {
     // SAFETY: the caller's device is alive.
     u64::from_be(unsafe { rdma_sys::ibv_get_device_guid(device.as_ptr()) })
