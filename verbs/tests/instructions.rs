@@ -15,7 +15,7 @@ const BOUNDS: [(&str, &str, u64); 9] = [
     // With the copy into the slot.
     ("send_copied", "bare_unsignalled", 115),
     // With taking the buffer from its pool and putting it back, and holding it meanwhile.
-    ("send_buf", "bare_unsignalled", 235),
+    ("send_buf", "bare_unsignalled", 250),
     ("recv", "bare_recv", 110),
     ("recv_buf", "bare_recv", 130),
     ("write", "bare_write", 120),

@@ -237,7 +237,7 @@ mod tests {
         refused("rdmacm/src/proto/client.rs", "use crate::{error::Error, channel as c};");
         refused("rdmacm/src/proto/client.rs", "fn f(e: crate::channel::Event) {}");
         refused("rdmacm/src/proto/client.rs", "fn f(q: verbs::QueuePair) {}");
-        refused("rdmacm/src/stream/protocol.rs", "use super::super::sys;");
+        refused("rdmacm/src/stream/protocol/sender.rs", "use super::super::sys;");
         accepted("rdmacm/src/proto/client.rs", "let channel = 1; let verbs = channel;");
         accepted("rdmacm/src/proto/client.rs", "/// As [`crate::channel::Event`].\nfn f() {}");
         accepted("rdmacm/src/stream/ring.rs", "use crate::sys;");

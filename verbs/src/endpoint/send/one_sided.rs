@@ -116,12 +116,11 @@ impl SendHalf {
         if transfer.len.wrapping_sub(1) < self.state.max_message && self.has_room() {
             let request = transfer.request(&self.state, 0, transfer.len, true);
             // SAFETY: as in `one_sided_slow`, with `owed`.
-            let posted = unsafe { self.state.post(&self.shared, request, || None) };
-            let end = self.state.table.next_seq();
-            if let Err(refused) = posted {
-                drop(Owed { half: self, region: transfer.local, end });
+            if let Err(refused) = unsafe { self.state.post(&self.shared, request, || None) } {
+                self.owe(transfer.local);
                 return Err(refused);
             }
+            let end = self.state.table.next_seq();
             // Nothing here panics.
             let looked = self.state.reap_batch(&self.shared);
             if looked.is_some() && self.state.table.is_over(end) {
@@ -131,6 +130,14 @@ impl SendHalf {
         }
         let Transfer { kind, op, local, start, len, remote, rkey, imm } = transfer;
         self.one_sided_slow(kind, op, local, start, len, remote, rkey, imm)
+    }
+
+    /// Keeps the region of the last request, which the driver refused.
+    #[cold]
+    #[inline(never)]
+    fn owe(&mut self, region: &MemoryRegion) {
+        let end = self.state.table.next_seq();
+        drop(Owed { half: self, region, end });
     }
 
     #[inline(never)]
