@@ -155,6 +155,8 @@ impl Shared {
         let place = match &cause {
             flush if flush.is_flush() => &self.flushed,
             Error::Closed(CloseReason::Peer) => &self.ended,
+            // Only what a completion says is a better cause than the peer's disconnect.
+            Error::Closed(_) if self.ended.get().is_some() => &self.ended,
             _ => &self.cause,
         };
         if let Ok(()) = place.set(cause) {
