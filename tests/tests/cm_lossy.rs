@@ -11,9 +11,13 @@ const FAULTS: &str = "delay 5ms 2ms loss 5% duplicate 1% reorder 1%";
 const PATIENCE: Duration = Duration::from_secs(60);
 const SIZE: usize = 8192;
 
-/// A device that waits 17 ms before it sends again: the round trip takes at most 14 ms.
+/// A device that waits 17 ms before it sends again: the round trip takes at most 14 ms. A disconnect that is lost is sent again
+/// by the kernel, as long as its id lives; a peer whose disconnect was lost for good is found by the keepalive.
 fn options() -> ConnectionOptions {
-    ConnectionOptions::new().ack_timeout(Duration::from_millis(17))
+    ConnectionOptions::new()
+        .ack_timeout(Duration::from_millis(17))
+        .disconnect_timeout(PATIENCE)
+        .keepalive(Duration::from_secs(1), 5)
 }
 
 /// What is at `at` in the message with this number.
