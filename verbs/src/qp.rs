@@ -151,28 +151,15 @@ impl QueuePair {
         self.raw.as_ptr()
     }
 
-    /// Posts a send-side request; 0 or an errno value.
+    /// Posts a send-side request, or a list of them; 0 or an errno value.
     ///
     /// # Safety
     /// The memory named by `wr` is registered in this domain and stays so, and is left alone as the rules of the
     /// operation say, until its completion or the destruction of the queue pair.
     #[inline]
-    pub(crate) unsafe fn post_send(&self, wr: &mut sys::ibv_send_wr) -> c_int {
+    pub(crate) unsafe fn post_send(&self, wr: *mut sys::ibv_send_wr) -> c_int {
         // SAFETY: alive; the rest by the caller.
         unsafe { sys::post_send(self.raw, wr) }
-    }
-
-    /// Posts a list of requests. On failure the errno value, and the first one that was not posted.
-    ///
-    /// # Safety
-    /// As for [`post_send`](Self::post_send), for each of the list.
-    pub(crate) unsafe fn post_sends(&self, first: *mut sys::ibv_send_wr) -> Result<(), (c_int, *mut sys::ibv_send_wr)> {
-        let mut bad = first;
-        // SAFETY: alive; the rest by the caller.
-        match unsafe { sys::post_sends(self.raw, first, &mut bad) } {
-            0 => Ok(()),
-            rc => Err((rc, bad)),
-        }
     }
 
     /// Posts a receive; 0 or an errno value.

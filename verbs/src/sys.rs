@@ -488,24 +488,16 @@ pub fn zeroed_send_wr() -> ibv_send_wr {
     unsafe { MaybeUninit::zeroed().assume_init() }
 }
 
-/// `ibv_post_send`: 0, or an errno value.
+/// `ibv_post_send` of a list: 0, or an errno value. Which one failed is not told: all of them count as posted then.
 #[inline]
 pub unsafe fn post_send(qp: NonNull<ibv_qp>, wr: *mut ibv_send_wr) -> c_int {
-    let mut bad = ptr::null_mut();
-    // SAFETY: as the caller says.
-    unsafe { post_sends(qp, wr, &mut bad) }
-}
-
-/// [`post_send`] of several, which says at which one it failed.
-#[inline]
-pub unsafe fn post_sends(qp: NonNull<ibv_qp>, wr: *mut ibv_send_wr, bad: &mut *mut ibv_send_wr) -> c_int {
     if in_child() {
-        *bad = wr;
         return Errno::EPERM as c_int;
     }
+    let mut bad = ptr::null_mut();
     // SAFETY: the caller's queue pair is alive, `wr` heads a list of valid requests that is read during
     // the call only, and the memory they name stays registered and alive until their completions.
-    unsafe { rdma_sys::ibv_post_send(qp.as_ptr(), wr, bad) }
+    unsafe { rdma_sys::ibv_post_send(qp.as_ptr(), wr, &raw mut bad) }
 }
 
 /// `ibv_post_recv`: 0, or an errno value.

@@ -209,7 +209,7 @@ impl Batch<'_> {
         let first = chain.as_mut_ptr();
         // SAFETY: the list lies in `chain`. Each request names the slot of the place that it gets, or memory that its
         // resource keeps, which moves into the table below or lives through the call if the data is inline.
-        let posted = unsafe { shared.queue_pair().post_sends(&raw mut (*first).wr) };
+        let rc = unsafe { shared.queue_pair().post_send(&raw mut (*first).wr) };
         // All of them count as posted whatever the driver says, as in `SendState::post`.
         for (request, resource) in staged.drain(..) {
             match resource {
@@ -219,10 +219,10 @@ impl Batch<'_> {
                 _ => state.table.push(request.kind, request.signal),
             }
         }
-        match posted {
-            Ok(()) => Ok(Ticket::at(state.table.next_seq())),
-            Err((rc, _)) => Err(state.refused(shared, rc, count as u64)),
+        if rc != 0 {
+            return Err(state.refused(shared, rc, count as u64));
         }
+        Ok(Ticket::at(state.table.next_seq()))
     }
 }
 
